@@ -1,0 +1,122 @@
+"""A decorator over ESPnet2's iterator factories whose epochs end on all ranks together."""
+
+import logging
+from functools import partial
+from typing import Any
+
+import espnet2
+from espnet2.iterators.abs_iter_factory import AbsIterFactory
+
+from espnet_sync.consensus import NamedFlagConsensus
+from espnet_sync.epoch_sync_iterator import EpochSyncIterator
+from espnet_sync.errors import require_version
+from espnet_sync.options import SyncOptions, refuse_unknown
+
+require_version("espnet", espnet2.__version__, "202511")
+
+
+class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no types
+    """Build epoch iterators that end at the same batch on every rank.
+
+    Every rank builds its factories and calls `build_iter` in the same order, from its main
+    thread.
+
+    Args:
+        inner: Any ESPnet2 iterator factory: chunk, sequence, category, category chunk,
+            multiple, or one of your own.
+        stop_at: `shortest` ends an epoch with the first rank to run out.
+        lookahead: Batches held ahead. None takes the default of the backend.
+        timeout: Seconds before a missing rank is an error.
+        warn_after: Seconds before a missing rank is named in a warning.
+        backend: `default` exchanges a one-element flag on the group that training uses.
+        label: Shown in messages and reports, e.g. `train`.
+        epoch_offset: Added to `epoch` before the inner factory sees it: ESPnet2 counts epochs
+            from 1, Lightning from 0.
+        iterator_class: A subclass of `EpochSyncIterator` with its own `generate()`.
+
+    Raises:
+        TypeError: If `inner` is no `AbsIterFactory`, or an option is unknown or has a wrong
+            type.
+        ValueError: If an option has a value that is not allowed.
+
+    Examples:
+        >>> from espnet2.iterators.sequence_iter_factory import SequenceIterFactory
+        >>> inner = SequenceIterFactory({"a": 1, "b": 2, "c": 3}, [["a", "b"], ["c"]])
+        >>> factory = SyncedIterFactory(inner, label="train")
+        >>> for batch in factory.build_iter(epoch=1):
+        ...     print(batch)
+        tensor([1, 2])
+        tensor([3])
+    """
+
+    def __init__(
+        self,
+        inner: AbsIterFactory,
+        *,
+        stop_at: str = "shortest",
+        lookahead: int | None = None,
+        timeout: float = 1800.0,
+        warn_after: float = 30.0,
+        backend: str = "auto",
+        label: str = "",
+        epoch_offset: int = 0,
+        iterator_class: type[EpochSyncIterator] = EpochSyncIterator,
+        **unknown: Any,
+    ) -> None:
+        fields = [*SyncOptions.__dataclass_fields__, "iterator_class"]
+        refuse_unknown("SyncedIterFactory", unknown, fields)
+        if not isinstance(inner, AbsIterFactory):
+            raise TypeError(
+                f"inner={inner!r}: must be an espnet2.iterators.abs_iter_factory.AbsIterFactory; "
+                "a plain iterable goes into EpochSyncIterator instead"
+            )
+        is_class = isinstance(iterator_class, type)
+        if not is_class or not issubclass(iterator_class, EpochSyncIterator):
+            raise TypeError(
+                f"iterator_class={iterator_class!r}: must be a subclass of EpochSyncIterator"
+            )
+        self.inner = inner
+        self.options = SyncOptions(
+            stop_at=stop_at,
+            lookahead=lookahead,
+            timeout=timeout,
+            warn_after=warn_after,
+            backend=backend,
+            label=label,
+            epoch_offset=epoch_offset,
+        )
+        self.iterator_class = iterator_class
+        self._warned_of_epoch_0 = False
+
+    def build_iter(self, epoch: int, shuffle: bool | None = None) -> EpochSyncIterator:
+        """Collective: every rank calls this before each epoch, in the same order.
+
+        With more than one rank they agree on the epoch's length here, so that `len()` is exact.
+
+        Args:
+            epoch: The epoch; the inner factory sees `epoch + epoch_offset`.
+            shuffle: Handed on to the inner factory where it is given.
+
+        Returns:
+            EpochSyncIterator: The epoch's batches. Each of its passes is built afresh.
+
+        Raises:
+            PeerFailedError: If the inner `build_iter` raised on another rank; its own
+                exceptions come through on the rank that raised them.
+        """
+        epoch += self.options.epoch_offset
+        if epoch == 0 and not self._warned_of_epoch_0:
+            self._warned_of_epoch_0 = True
+            logging.getLogger().warning(
+                "[%s] the inner factory gets epoch 0, and ESPnet2 counts epochs from 1: where "
+                "your loop counts from 0, as Lightning does, set epoch_offset=1",
+                self.options.label or "espnet_sync",
+            )
+        source = partial(self.inner.build_iter, epoch)
+        if shuffle is not None:
+            source = partial(source, shuffle=shuffle)
+        consensus = NamedFlagConsensus(self.options.label, epoch)
+        iterator = self.iterator_class(source, consensus=consensus, label=self.options.label)
+        if consensus.has_peers():
+            iterator.settle_length(consensus.agree_length)
+        return iterator

@@ -1,0 +1,198 @@
+"""Sync any ESPnet2 task through its config: the one file that knows args and modes."""
+
+import argparse
+import copyreg
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+from espnet2.iterators.abs_iter_factory import AbsIterFactory
+from espnet2.tasks.abs_task import AbsTask
+from espnet2.train.distributed_utils import DistributedOption
+from espnet2.utils.nested_dict_action import NestedDictAction
+
+from espnet_sync.options import CONF_KEYS, SyncOptions, conf_options, refuse_unknown, sync_policy
+from espnet_sync.synced_iter_factory import SyncedIterFactory
+
+#: The keys of the parser and of the YAML, with their defaults. None: as train.
+KEYS: Mapping[str, Any] = {
+    "epoch_sync": "shortest",
+    "epoch_sync_conf": {},
+    "valid_epoch_sync": "shortest",
+    "valid_epoch_sync_conf": None,
+}
+_PREFIXES = {"train": "", "valid": "valid_"}
+
+
+def synced(task: type[AbsTask], **defaults: Any) -> type[AbsTask]:
+    """Return a subclass of an ESPnet2 task whose epochs end on all ranks together.
+
+    Its iterator factories for the modes `train` and `valid` are wrapped in a
+    `SyncedIterFactory`, as the keys `epoch_sync`, `epoch_sync_conf`, `valid_epoch_sync` and
+    `valid_epoch_sync_conf` of its parser say. The class keeps its name, can be pickled, and
+    repeated calls return the same one.
+
+    Args:
+        task: A task, e.g. `espnet2.tasks.asr.ASRTask`, ESPnet2's or your own.
+        **defaults: Other defaults for the keys, e.g. `epoch_sync="none"`.
+
+    Raises:
+        TypeError: If `task` is no `AbsTask` subclass, or a default is for no such key.
+
+    Examples:
+        >>> from espnet2.tasks.lm import LMTask
+        >>> synced(LMTask).__name__, synced(LMTask) is synced(LMTask)
+        ('LMTask', True)
+        >>> synced(synced(LMTask)) is synced(LMTask)
+        True
+    """
+    if not (isinstance(task, type) and issubclass(task, AbsTask)):
+        raise TypeError(f"task={task!r}: must be a subclass of espnet2.tasks.abs_task.AbsTask")
+    refuse_unknown("synced", defaults, KEYS)
+    if issubclass(task, _SyncedTask):
+        if not defaults:
+            return task
+        task = task.unsynced_task
+    frozen = json.dumps(defaults, sort_keys=True)
+    return _make_class(task, frozen)  # type: ignore[arg-type]  # a class can be hashed
+
+
+def parse_keys(words: list[str]) -> dict[str, Any]:
+    """Parse the keys as the parser of a synced task does; the runner reads its options so.
+
+    Args:
+        words: A command line with nothing but keys, e.g. `["--epoch_sync", "none"]`.
+
+    Returns:
+        dict[str, Any]: The keys that were given, with their values.
+
+    Examples:
+        >>> parse_keys(["--epoch_sync=true", "--epoch_sync_conf", "timeout=60"])
+        {'epoch_sync': 'shortest', 'epoch_sync_conf': {'timeout': 60}}
+    """
+    parser = argparse.ArgumentParser(prog="espnet_sync", add_help=False, allow_abbrev=False)
+    _add_keys(parser, dict.fromkeys(KEYS, argparse.SUPPRESS))
+    return vars(parser.parse_args(words))
+
+
+class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
+    """What `synced` puts before a task's own methods."""
+
+    unsynced_task: type[AbsTask]
+    key_defaults: Mapping[str, Any]
+
+    @classmethod
+    def get_parser(cls) -> argparse.ArgumentParser:
+        """Add the keys to the task's own parser."""
+        parser: argparse.ArgumentParser = super().get_parser()
+        _add_keys(parser.add_argument_group("epoch_sync related"), cls.key_defaults)
+        return parser
+
+    @classmethod
+    def check_required_command_args(cls, args: argparse.Namespace) -> None:
+        """Refuse bad values; `main` calls this before it reads data or builds a model."""
+        for mode, prefix in _PREFIXES.items():
+            try:
+                policy, _ = _read_options(args, mode)
+            except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+                sys.stderr.write(f"espnet_sync: error: {error}\n")
+                sys.exit(2)
+            setattr(args, f"{prefix}epoch_sync", policy)
+        super().check_required_command_args(args)
+
+    @classmethod
+    def build_iter_factory(
+        cls,
+        args: argparse.Namespace,
+        distributed_option: DistributedOption,
+        mode: str,
+        kwargs: dict[str, Any] | None = None,
+    ) -> AbsIterFactory:
+        """Wrap the factory of one mode."""
+        inner = super().build_iter_factory(args, distributed_option, mode, kwargs)
+        return _wrap(inner, args, mode)
+
+    @classmethod
+    def build_multiple_iter_factory(
+        cls, args: argparse.Namespace, distributed_option: DistributedOption, mode: str
+    ) -> AbsIterFactory:
+        """Wrap the factory over all splits."""
+        # NOTE: called on the unsynced task, so that the factories of the splits stay plain and
+        # the whole is wrapped once, outermost.
+        inner = cls.unsynced_task.build_multiple_iter_factory(args, distributed_option, mode)
+        return _wrap(inner, args, mode)
+
+
+def _add_keys(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, defaults: Mapping[str, Any]
+) -> None:
+    for mode, prefix in _PREFIXES.items():
+        parser.add_argument(
+            f"--{prefix}epoch_sync",
+            type=sync_policy,
+            default=defaults[f"{prefix}epoch_sync"],
+            metavar="{shortest,longest,none}",
+            help=f"End the {mode} epochs of all ranks at the same batch: that of the shortest "
+            "or of the longest rank",
+        )
+        parser.add_argument(
+            f"--{prefix}epoch_sync_conf",
+            action=NestedDictAction,
+            default=defaults[f"{prefix}epoch_sync_conf"],
+            help=f"How, for {mode}: {', '.join(CONF_KEYS)}"
+            + ("" if mode == "train" else " (None: as epoch_sync_conf)"),
+        )
+
+
+@cache
+def _make_class(task: type[AbsTask], defaults: str) -> type[AbsTask]:
+    """Make the class once for each task and set of defaults (as JSON, which can be a key)."""
+    metaclass = type("SyncedTaskType", (type(task),), {})
+    # NOTE: pickle finds a class by its name, which leads to the task; a metaclass of its own
+    # lets the class say how it is made instead.
+    copyreg.pickle(metaclass, _reduce_class)
+    made: type[AbsTask] = metaclass(
+        task.__name__,
+        (_SyncedTask, task),
+        {
+            "__module__": task.__module__,
+            "__qualname__": task.__qualname__,
+            "__doc__": task.__doc__,
+            "unsynced_task": task,
+            "key_defaults": {**KEYS, **json.loads(defaults)},
+        },
+    )
+    return made
+
+
+def _reduce_class(made: type[_SyncedTask]) -> tuple[Any, ...]:
+    changed = {key: value for key, value in made.key_defaults.items() if value != KEYS[key]}
+    return _make_class, (made.unsynced_task, json.dumps(changed, sort_keys=True))
+
+
+def _read_options(args: argparse.Namespace, mode: str) -> tuple[str, SyncOptions]:
+    """Return a mode's policy and options; a key that `args` lacks means its default."""
+    key = f"{_PREFIXES[mode]}epoch_sync"
+    try:
+        policy = sync_policy(getattr(args, key, KEYS[key]))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{key}: {error}") from None
+    conf_key = f"{key}_conf"
+    conf = getattr(args, conf_key, None)
+    if conf is None:
+        conf_key = "epoch_sync_conf"
+        conf = getattr(args, conf_key, None) or {}
+    return policy, conf_options(conf_key, conf, "shortest" if policy == "none" else policy)
+
+
+def _wrap(inner: AbsIterFactory, args: argparse.Namespace, mode: str) -> AbsIterFactory:
+    """Wrap a train or valid factory. Never plot_att's: ESPnet2 iterates it on rank 0 alone."""
+    if mode not in _PREFIXES:
+        return inner
+    policy, options = _read_options(args, mode)
+    if policy == "none":
+        return inner
+    return SyncedIterFactory(inner, **{**asdict(options), "label": mode})
