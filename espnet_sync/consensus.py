@@ -1,67 +1,204 @@
-"""Decides, from what the ranks exchange, whether a pass goes on, ends, or fails.
+"""Decides, from what the ranks exchange, how far a pass goes on, and where it ends or fails.
 
-`process_groups.py` carries the exchanges. A consensus belongs to one iterator; its
-`start_pass()` gives the object that makes one pass's agreements.
+`Offer` and `decide` are pure: all ranks can be played in one process. `process_groups.py`
+carries the exchanges. A consensus belongs to one iterator; its `start_pass()` gives the object
+that makes one pass's agreements.
 """
 
+import hashlib
 import logging
 import time
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple, Protocol
 
-from espnet_sync.errors import PeerFailedError
-from espnet_sync.process_groups import DefaultGroup, NamedDefaultGroup, is_distributed
+from espnet_sync.errors import (
+    EmptyRankError,
+    EpochSyncError,
+    OutOfStepError,
+    PeerFailedError,
+    PeerLostError,
+)
+from espnet_sync.options import SyncOptions
+from espnet_sync.process_groups import (
+    ControlGroup,
+    DefaultGroup,
+    Exchange,
+    NamedDefaultGroup,
+    is_distributed,
+)
 from espnet_sync.report import RankReport, SyncReport, name_ranks, place
+from espnet_sync.roll_call import RollCall, Waiting
 
 #: What `agree_length` takes and gives in place of a length.
 UNSIZED = -1
 FAILED_TO_BUILD = -2
 
 
-class State(IntEnum):
-    """What a rank offers before a batch. MIN lets a failure outrank an end, and that a batch."""
+class Then(Enum):
+    """What follows the batches that an agreement lets through."""
 
-    FAILED = -1
-    ENDED = 0
-    HAS_NEXT = 1
+    GO_ON = "go on"
+    END = "end"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What one rank can yield in a window.
+
+    Attributes:
+        batches: Batches that it holds for the window, at most the window's size.
+        failed: Whether its source raised after them.
+        first_pass: Batches among them from its first pass; the window's size while that pass
+            may hold more. Matters for `longest` alone.
+        stop: Whether this rank asks that the pass ends before the window.
+        failure: For a failed rank: what happened, for the other ranks.
+        is_empty: Whether the failure is that the rank has no batch at all.
+    """
+
+    batches: int
+    failed: bool
+    first_pass: int
+    stop: bool
+    failure: str = ""
+    is_empty: bool = False
+
+    def numbers(self, fingerprint: int) -> list[int]:
+        """Return what travels; MIN puts failures and ends in the order without a window.
+
+        Examples:
+            >>> Offer(batches=2, failed=False, first_pass=2, stop=False).numbers(7)
+            [5, -2, 1, 7, -7]
+        """
+        batches = 0 if self.stop else self.batches
+        failed = self.failed and not self.stop
+        return [
+            2 * batches + (0 if failed else 1),
+            -self.first_pass,
+            0 if self.stop else 1,
+            fingerprint,
+            -fingerprint,
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What all ranks do with a window.
+
+    Attributes:
+        batches: Batches that every rank hands out.
+        then: What follows them.
+        error: With `Then.FAIL`: what this rank raises then; None where it raises its own.
+    """
+
+    batches: int
+    then: Then
+    error: EpochSyncError | None = None
+
+
+def same_place(numbers: Sequence[int]) -> bool:
+    """Return whether all ranks' fingerprints are equal, from the reduced numbers."""
+    return numbers[3] == -numbers[4]
+
+
+def decide(numbers: Sequence[int], window: int, stop_at: str) -> Decision:
+    """Return what the smallest numbers of all ranks mean, the same on each.
+
+    Args:
+        numbers: The reduced numbers of the ranks' offers.
+        window: The size of the window, in batches.
+        stop_at: `shortest` or `longest`.
+
+    Examples:
+        Two ranks hold four batches each, and one knows that it has run out after three:
+
+        >>> decide([7, -4, 1, 9, -9], window=4, stop_at="shortest")
+        Decision(batches=3, then=<Then.END: 'end'>, error=None)
+
+        With `longest`, both hold four, and no first pass has more than two of them left:
+
+        >>> decide([9, -2, 1, 9, -9], window=4, stop_at="longest")
+        Decision(batches=2, then=<Then.END: 'end'>, error=None)
+    """
+    offer, minus_first_pass, go_on = numbers[:3]
+    batches, is_whole = divmod(offer, 2)
+    if stop_at == "longest":
+        end = 0 if not go_on else min(-minus_first_pass, window)
+    else:
+        end = batches if is_whole else window
+    if not is_whole and batches <= end:
+        return Decision(batches=batches, then=Then.FAIL)
+    if end < window:
+        return Decision(batches=end, then=Then.END)
+    return Decision(batches=window, then=Then.GO_ON)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What one rank counts in one pass: batches, and seconds spent in agreements."""
+    """What one rank counts in one pass: batches, and seconds spent in agreements.
+
+    `first_pass` counts the batches pulled from its first pass, or is None while that goes on.
+    """
 
     pulled: int = 0
     yielded: int = 0
-    repeated: int = 0
+    first_pass: int | None = None
     waited: float = 0.0
     stopped: bool = False
-    ran_out: bool = False
+
+    def row(self, yielded: int, waiting: float = 0.0) -> "Row":
+        """Return what this rank tells the others at the end of a pass of some batches.
+
+        Args:
+            yielded: The batches of the pass.
+            waiting: Seconds of the wait that goes on.
+        """
+        return Row(
+            self.pulled,
+            self.pulled if self.first_pass is None else self.first_pass,
+            self.first_pass == yielded,
+            int((self.waited + waiting) * 1e6),
+        )
+
+
+class Row(NamedTuple):
+    """What each rank tells the others at the end of a pass; travels as int64."""
+
+    pulled: int
+    pulled_in_first_pass: int
+    ran_out: int
+    waited_in_microseconds: int
 
 
 class PassConsensus(Protocol):
     """Makes the agreements of one pass on one rank."""
 
-    @property
-    def alone(self) -> bool:
-        """Whether no other rank takes part, so that `agree` must not be called."""
+    #: Whether no other rank takes part, so that nothing needs to be proposed.
+    alone: bool
+    #: Batches that one agreement covers.
+    window: int
+    #: Whether the next window is filled and proposed while the one before is handed out.
+    ahead: bool
+    stop_at: str
 
-    def agree(self, state: State, tally: Tally) -> bool:
-        """Collective: every rank calls this before each batch, also when it has none.
+    def propose(self, offer: Offer, tally: Tally) -> None:
+        """Collective: every rank calls this for each window. Does not wait where it need not."""
 
-        Args:
-            state: What this rank has.
-            tally: What it has counted so far; the wait is added to it.
-
-        Returns:
-            bool: Whether every rank hands out its batch now. False ends the pass on all ranks.
+    def decide(self, tally: Tally) -> Decision:
+        """Collective: every rank calls this after `propose`, and waits for all.
 
         Raises:
-            PeerFailedError: If another rank's source raised, and this rank's did not.
+            OutOfStepError: If a rank is at another place, on every rank.
+            PeerLostError: If a rank is missing.
         """
 
     def finish(self, tally: Tally) -> SyncReport:
-        """Return the report of the pass; called once it has ended, on every rank."""
+        """Return the report of the pass, once an agreement has ended it; on every rank."""
+
+    def refuse(self, error: Exception) -> None:
+        """Let no further pass of the iterator start; called when it raises, on every rank."""
 
 
 class Consensus(Protocol):
@@ -71,119 +208,109 @@ class Consensus(Protocol):
         """Return what makes the agreements of one pass; called when the pass starts."""
 
 
+class FactoryConsensus(Consensus, Protocol):
+    """What `SyncedIterFactory` gives its iterators."""
+
+    def has_peers(self) -> bool:
+        """Return whether there is more than one rank."""
+
+    def agree_length(self, length: int, failure: str) -> int:
+        """Collective: every rank calls this in `build_iter`, where it has peers.
+
+        Args:
+            length: The batches that this rank's pass holds, `UNSIZED`, or `FAILED_TO_BUILD`.
+            failure: In the last case: what happened, for the other ranks.
+
+        Returns:
+            int: The batches that every rank will yield, or `UNSIZED` if one rank can't tell.
+
+        Raises:
+            PeerFailedError: If another rank's inner `build_iter` raised, and this one's did not.
+        """
+
+
 class LonePass:
     """A pass that no other rank takes part in."""
 
     alone = True
+    window = 1
+    ahead = False
+    stop_at = "shortest"
 
     def __init__(self, label: str, epoch: int | None, logs: bool) -> None:
         self._label = label
         self._epoch = epoch
         self._logs = logs
 
-    def agree(self, state: State, tally: Tally) -> bool:
-        """Return whether this rank has a batch: there is nobody to ask."""
-        return state is State.HAS_NEXT
+    def propose(self, offer: Offer, tally: Tally) -> None:
+        """There is nobody to propose to."""
+
+    def decide(self, tally: Tally) -> Decision:
+        """There is nobody to wait for."""
+        return Decision(batches=1, then=Then.GO_ON)
 
     def finish(self, tally: Tally) -> SyncReport:
         """Return the report of rank 0."""
-        report = SyncReport(
-            label=self._label,
-            epoch=self._epoch,
-            batches=tally.yielded,
-            ended_by=() if tally.stopped else (0,),
-            ranks=(
-                RankReport(
-                    rank=0,
-                    pulled=tally.pulled,
-                    discarded=tally.pulled - tally.yielded,
-                    repeated=tally.repeated,
-                ),
-            ),
-        )
+        report = make_report(self._label, self._epoch, tally.yielded, [tally.row(tally.yielded)])
         if self._logs:
             log_report(report)
         return report
 
-
-class Row(NamedTuple):
-    """What each rank tells the others after a failure and at the end of a pass."""
-
-    state: int
-    stopped: int
-    pulled: int
-    repeated: int
-    waited_in_microseconds: int
+    def refuse(self, error: Exception) -> None:
+        """Nobody else has to know."""
 
 
 class FlagPass:
     """One pass of a bare iterator: a has-next flag on the default group, and nothing else."""
 
     alone = False
+    window = 1
+    ahead = False
+    stop_at = "shortest"
 
     def __init__(self, group: DefaultGroup, label: str, epoch: int | None) -> None:
         self._group = group
         self._label = label
         self._epoch = epoch
-        self._rows: list[Row] = []
+        self._offer: Offer | None = None
+        self._report: SyncReport | None = None
 
-    def agree(self, state: State, tally: Tally) -> bool:
-        """Collective: see `PassConsensus.agree`."""
+    def propose(self, offer: Offer, tally: Tally) -> None:
+        """Keep the offer for `decide`: a flag waits for all ranks."""
+        self._offer = offer
+
+    def decide(self, tally: Tally) -> Decision:
+        """Collective: see `PassConsensus.decide`. MIN lets a failure outrank an end."""
+        offer = self._offer
+        assert offer is not None
+        has_next = not offer.stop and offer.batches == 1
+        failed = offer.failed and not has_next and not offer.stop
         started = time.perf_counter()
-        lowest = self._group.min_flag(state)
+        lowest = self._group.min_flag(1 if has_next else -1 if failed else 0)
         tally.waited += time.perf_counter() - started
-        if lowest == State.HAS_NEXT:
-            return True
-        self._rows = self._exchange(
-            Row(state, tally.stopped, tally.pulled, tally.repeated, int(tally.waited * 1e6))
-        )
-        if lowest == State.FAILED and state != State.FAILED:
-            raise self._peer_failed(tally.yielded)
-        return False
+        if lowest == 1:
+            return Decision(batches=1, then=Then.GO_ON)
+        if lowest == 0:
+            self._report = self._tell_end(tally)
+            return Decision(batches=0, then=Then.END)
+        ranks = self._tell_failures(failed)
+        error = None if failed else peer_failed(self._label, self._epoch, tally.yielded, ranks)
+        return Decision(batches=0, then=Then.FAIL, error=error)
 
-    def _exchange(self, mine: Row) -> list[Row]:
-        return [mine]
+    def _tell_end(self, tally: Tally) -> SyncReport:
+        report = make_report(self._label, self._epoch, tally.yielded, [tally.row(tally.yielded)])
+        return replace(report, ended_by=(), ranks=(replace(report.ranks[0], rank=None),))
 
-    def _ranks_known(self) -> list[int | None]:
-        return [None]
-
-    def _peer_failed(self, index: int) -> PeerFailedError:
-        failed = tuple(
-            rank
-            for rank, row in zip(self._ranks_known(), self._rows, strict=True)
-            if rank is not None and row.state == State.FAILED
-        )
-        who = name_ranks(failed) if failed else "another rank"
-        return PeerFailedError(
-            f"{place(self._label, self._epoch)}, batch {index}: the data source of {who} raised "
-            "an exception, so that no rank can go on. Look for it in the log of "
-            f"{'that rank' if len(failed) < 2 else 'those ranks'}, and mend it there.",
-            ranks=failed,
-        )
+    def _tell_failures(self, failed: bool) -> tuple[int, ...]:
+        return ()
 
     def finish(self, tally: Tally) -> SyncReport:
-        """Return the report; it knows the ranks whose rows this rank has seen."""
-        ranks = self._ranks_known()
-        return SyncReport(
-            label=self._label,
-            epoch=self._epoch,
-            batches=tally.yielded,
-            ended_by=tuple(
-                rank
-                for rank, row in zip(ranks, self._rows, strict=True)
-                if rank is not None and row.state == State.ENDED and not row.stopped
-            ),
-            ranks=tuple(
-                RankReport(
-                    rank=rank,
-                    pulled=row.pulled,
-                    discarded=row.pulled - tally.yielded,
-                    repeated=row.repeated,
-                    waited=row.waited_in_microseconds / 1e6,
-                )
-                for rank, row in zip(ranks, self._rows, strict=True)
-            ),
-        )
+        """Return the report; a bare iterator knows its own rank's part alone."""
+        assert self._report is not None
+        return self._report
+
+    def refuse(self, error: Exception) -> None:
+        """The next pass starts clean: the flag of a failure came in step on all ranks."""
 
 
 class NamedFlagPass(FlagPass):
@@ -191,12 +318,15 @@ class NamedFlagPass(FlagPass):
 
     _group: NamedDefaultGroup
 
-    def _exchange(self, mine: Row) -> list[Row]:
-        """Collective: every rank calls this right after a flag below 1."""
-        return [Row(*numbers) for numbers in self._group.gather(mine)]
+    def _tell_end(self, tally: Tally) -> SyncReport:
+        """Collective: every rank calls this right after a flag of 0."""
+        rows = [Row(*row) for row in self._group.gather(tally.row(tally.yielded))]
+        return make_report(self._label, self._epoch, tally.yielded, rows)
 
-    def _ranks_known(self) -> list[int | None]:
-        return list(range(self._group.world_size))
+    def _tell_failures(self, failed: bool) -> tuple[int, ...]:
+        """Collective: every rank calls this right after a flag of -1."""
+        rows = self._group.gather([int(failed)])
+        return tuple(rank for rank, row in enumerate(rows) if row[0])
 
     def finish(self, tally: Tally) -> SyncReport:
         """Return the report of all ranks, and log it on rank 0."""
@@ -207,7 +337,7 @@ class NamedFlagPass(FlagPass):
 
 
 class FlagConsensus:
-    """What a bare `EpochSyncIterator` uses: section "the flag" of the README."""
+    """What a bare `EpochSyncIterator` uses: the flag on the default group."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -220,7 +350,7 @@ class FlagConsensus:
 
 
 class NamedFlagConsensus:
-    """What a `SyncedIterFactory` uses on the default group: names ranks, agrees on lengths."""
+    """What a factory uses with one rank, with `backend="default"`, and after a fallback."""
 
     def __init__(self, label: str, epoch: int) -> None:
         self._label = label
@@ -236,18 +366,8 @@ class NamedFlagConsensus:
         """Return whether there is more than one rank."""
         return is_distributed() and NamedDefaultGroup().world_size > 1
 
-    def agree_length(self, length: int) -> int:
-        """Collective: every rank calls this in `build_iter`, where it has peers.
-
-        Args:
-            length: The batches that this rank's pass holds, `UNSIZED`, or `FAILED_TO_BUILD`.
-
-        Returns:
-            int: The batches that every rank will yield, or `UNSIZED` if one rank can't tell.
-
-        Raises:
-            PeerFailedError: If another rank's inner `build_iter` raised, and this one's did not.
-        """
+    def agree_length(self, length: int, failure: str) -> int:
+        """Collective: see `FactoryConsensus.agree_length`."""
         group = NamedDefaultGroup()
         lowest = group.min_number(length)
         if lowest != FAILED_TO_BUILD:
@@ -255,13 +375,302 @@ class NamedFlagConsensus:
         rows = group.gather([length])
         if length != FAILED_TO_BUILD:
             failed = tuple(rank for rank, row in enumerate(rows) if row[0] == FAILED_TO_BUILD)
-            raise PeerFailedError(
-                f"{place(self._label, self._epoch)}: build_iter of {name_ranks(failed)} raised an "
-                "exception, so that no rank can start. Look for it in the log of that rank, and "
-                "mend it there.",
-                ranks=failed,
-            )
+            raise peer_failed(self._label, self._epoch, None, failed)
         return UNSIZED
+
+
+class ControlPass:
+    """One pass on the control group: windows, places, reasons."""
+
+    alone = False
+
+    def __init__(self, consensus: "ControlConsensus", number: int) -> None:
+        options = consensus.options
+        self.ahead = options.window > 0
+        self.window = max(1, options.window)
+        self.stop_at = options.stop_at
+        self._consensus = consensus
+        self._number = number
+        self._index = 0
+        self._exchange: Exchange | None = None
+        self._report: SyncReport | None = None
+
+    def propose(self, offer: Offer, tally: Tally) -> None:
+        """Collective: see `PassConsensus.propose`."""
+        index = self._index
+        self._index += self.window
+
+        def settle(numbers: list[int], waiting: Waiting) -> Decision:
+            decision = decide(numbers, self.window, self.stop_at)
+            if decision.then is Then.END:
+                self._report = self._tell_end(index + decision.batches, tally, waiting)
+            elif decision.then is Then.FAIL:
+                error = self._tell_failures(index + decision.batches, offer, decision, waiting)
+                return replace(decision, error=error)
+            return decision
+
+        self._exchange = self._consensus.launch(
+            offer.numbers, f"pass {self._number}, batch {index}", settle, index == 0
+        )
+
+    def decide(self, tally: Tally) -> Decision:
+        """Collective: see `PassConsensus.decide`."""
+        assert self._exchange is not None
+        started = time.perf_counter()
+        try:
+            decision: Decision = self._consensus.group.read(self._exchange)
+        finally:
+            tally.waited += time.perf_counter() - started
+        return decision
+
+    def finish(self, tally: Tally) -> SyncReport:
+        """Return the report of all ranks, and log it on rank 0."""
+        assert self._report is not None
+        if self._consensus.group.rank == 0:
+            log_report(self._report)
+        return self._report
+
+    def refuse(self, error: Exception) -> None:
+        """See `PassConsensus.refuse`."""
+        self._consensus.refuse(error)
+
+    def _tell_end(self, batches: int, tally: Tally, waiting: Waiting) -> SyncReport:
+        """Collective: every rank calls this where the reduced numbers end the pass."""
+        row = tally.row(batches, waiting.waited)
+        rows = self._consensus.group.gather_numbers(row, waiting)
+        options = self._consensus.options
+        return make_report(
+            options.label, self._consensus.epoch, batches, [Row(*row) for row in rows]
+        )
+
+    def _tell_failures(
+        self, index: int, offer: Offer, decision: Decision, waiting: Waiting
+    ) -> EpochSyncError | None:
+        """Collective: every rank calls this where the reduced numbers tell of a failure."""
+        is_mine = offer.failed and not offer.stop and offer.batches == decision.batches
+        mine = ("empty " if offer.is_empty else "failed ") + offer.failure if is_mine else ""
+        texts = self._consensus.group.gather_texts(mine, waiting)
+        label, epoch = self._consensus.options.label, self._consensus.epoch
+        reasons = {
+            rank: text.partition(" ")[2]
+            for rank, text in enumerate(texts)
+            if text.startswith("failed ")
+        }
+        if not reasons:
+            empty = tuple(rank for rank, text in enumerate(texts) if text)
+            return EmptyRankError(
+                f"{place(label, epoch)}: {name_ranks(empty)} "
+                f"{'has' if len(empty) == 1 else 'have'} no batch, and stop_at='longest' needs "
+                "at least one on each rank to go on with. Give every rank data (shorter chunks, "
+                "a smaller batch size, fewer ranks), or take stop_at='shortest'.",
+                ranks=empty,
+            )
+        if is_mine and not offer.is_empty:
+            return None
+        return peer_failed(label, epoch, index, tuple(reasons), reasons)
+
+
+class ControlConsensus:
+    """What a factory uses: agreements on the control group, for one epoch of one factory.
+
+    Args:
+        group: The job's control group.
+        roll_call: The group's roll call.
+        options: The factory's options.
+        epoch: The epoch as the inner factory sees it.
+        factory: The factory's number in the job, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        group: ControlGroup,
+        roll_call: RollCall,
+        options: SyncOptions,
+        epoch: int,
+        factory: int,
+    ) -> None:
+        self.group = group
+        self._roll_call = roll_call
+        self.options = options
+        self.epoch = epoch
+        self._factory = factory
+        self._passes = 0
+        self._refusal: Exception | None = None
+
+    def has_peers(self) -> bool:
+        """Return whether there is more than one rank: else there is no control group."""
+        return True
+
+    def start_pass(self) -> PassConsensus:
+        """Start counting a pass; called when it starts, on all ranks.
+
+        Raises:
+            EpochSyncError: If an earlier pass of this iterator raised one.
+            PeerLostError: If the control group is broken.
+        """
+        self._check_usable()
+        self._passes += 1
+        return ControlPass(self, self._passes)
+
+    def refuse(self, error: Exception) -> None:
+        """Let no further pass start, after an error of this one."""
+        self._refusal = error
+
+    def agree_length(self, length: int, failure: str) -> int:
+        """Collective: see `FactoryConsensus.agree_length`. `longest` yields the longest."""
+        failed = length == FAILED_TO_BUILD
+        # NOTE: a length travels as a window of length + 1 batches, so that it is 0 where unsized.
+        offer = Offer(
+            batches=0 if failed else length + 1, failed=failed, first_pass=length + 1, stop=False
+        )
+
+        def settle(numbers: list[int], waiting: Waiting) -> int:
+            batches, is_whole = divmod(numbers[0], 2)
+            if not is_whole:
+                texts = self.group.gather_texts(f"failed {failure}" if failed else "", waiting)
+                reasons = {rank: text.partition(" ")[2] for rank, text in enumerate(texts) if text}
+                if not failed:
+                    raise peer_failed(
+                        self.options.label, self.epoch, None, tuple(reasons), reasons
+                    )
+                return UNSIZED
+            if batches == 0:
+                return UNSIZED
+            return (-numbers[1] if self.options.stop_at == "longest" else batches) - 1
+
+        exchange = self.launch(offer.numbers, "build_iter", settle, between_epochs=True)
+        agreed: int = self.group.read(exchange)
+        return agreed
+
+    def launch(
+        self,
+        numbers: Callable[[int], list[int]],
+        where: str,
+        settle: Callable[[list[int], Waiting], object],
+        between_epochs: bool,
+    ) -> Exchange:
+        """Collective: every rank calls this for each agreement.
+
+        Args:
+            numbers: Makes the numbers that travel from a fingerprint of the place.
+            where: What the place is within the epoch.
+            settle: Makes what follows from the reduced numbers, where all are at one place.
+            between_epochs: Whether rank 0 alone may be late by design.
+
+        Raises:
+            OutOfStepError: If the exchange before turns out to have met at different places.
+        """
+        self._check_usable()
+        options = self.options
+        here = f"{place(options.label, self.epoch)}, {where}"
+        whole = f"{here} (factory {self._factory} of the job; {options.policy})"
+        digest = hashlib.blake2b(whole.encode(), digest_size=7).digest()
+        waiting = Waiting(
+            self._roll_call,
+            self.group.serial + 1,
+            here,
+            options.timeout,
+            options.warn_after,
+            between_epochs,
+        )
+
+        def settle_in_step(reduced: list[int]) -> object:
+            self._roll_call.note_meeting()
+            if not same_place(reduced):
+                raise self._out_of_step(whole, waiting)
+            return settle(reduced, waiting)
+
+        return self.group.launch(numbers(int.from_bytes(digest, "big")), settle_in_step, waiting)
+
+    def _out_of_step(self, whole: str, waiting: Waiting) -> OutOfStepError:
+        """Collective: every rank calls this where the reduced fingerprints differ."""
+        texts = dict(enumerate(self.group.gather_texts(whole, waiting)))
+        places: dict[str, list[int]] = {}
+        for rank, text in texts.items():
+            places.setdefault(text, []).append(rank)
+        return OutOfStepError(
+            "the ranks are out of step: "
+            + "; ".join(f"{name_ranks(tuple(ranks))} at {text}" for text, ranks in places.items())
+            + ". Every rank must build and iterate its synced iterators in the same order, leave "
+            "a loop at the same batch (request_stop() does that), resume at the same epoch, and "
+            "have the same options. What one rank iterates alone must not be synced.",
+            positions=texts,
+        )
+
+    def _check_usable(self) -> None:
+        label = f"[{self.options.label or 'espnet_sync'}]"
+        broken = self.group.broken
+        if isinstance(broken, PeerLostError):
+            raise PeerLostError(
+                f"{label} the control group is broken and refuses to go on since: {broken} -- "
+                "start again, or initialise torch.distributed anew "
+                "(destroy_process_group(), then init_process_group()).",
+                ranks=broken.ranks,
+                waited=broken.waited,
+            )
+        if self._refusal is not None:
+            raise EpochSyncError(
+                f"{label} this iterator refuses to go on since an earlier pass raised "
+                f"{type(self._refusal).__name__}: {self._refusal} -- build a new one with "
+                "build_iter() on all ranks, or start again."
+            )
+        if not self.group.is_here:
+            raise EpochSyncError(
+                f"{label} this process is a fork of the rank, such as a DataLoader worker: "
+                "iterate the synced iterator in the rank's main process"
+            )
+        if not self.group.is_current:
+            raise EpochSyncError(
+                f"{label} torch.distributed was initialised anew since this iterator was built: "
+                "build a new one with build_iter()"
+            )
+
+
+def make_report(label: str, epoch: int | None, batches: int, rows: Sequence[Row]) -> SyncReport:
+    """Return the report of a pass from what every rank told, in rank order."""
+    return SyncReport(
+        label=label,
+        epoch=epoch,
+        batches=batches,
+        ended_by=tuple(rank for rank, row in enumerate(rows) if row.ran_out),
+        ranks=tuple(
+            RankReport(
+                rank=rank,
+                pulled=row.pulled,
+                discarded=max(0, row.pulled_in_first_pass - batches),
+                repeated=max(0, batches - row.pulled_in_first_pass),
+                waited=row.waited_in_microseconds / 1e6,
+            )
+            for rank, row in enumerate(rows)
+        ),
+    )
+
+
+def peer_failed(
+    label: str,
+    epoch: int | None,
+    index: int | None,
+    ranks: tuple[int, ...],
+    reasons: dict[int, str] | None = None,
+) -> PeerFailedError:
+    """Return the error for the ranks whose own source did not raise.
+
+    Args:
+        label: The iterator's label.
+        epoch: Its epoch.
+        index: The batch before which the source raised; None for `build_iter`.
+        ranks: The failed ranks, as far as they are known.
+        reasons: Their failures, as far as they were told.
+    """
+    where = place(label, epoch) + (", build_iter" if index is None else f", batch {index}")
+    who = name_ranks(ranks) if ranks else "another rank"
+    told = "; ".join(f"rank {rank}: {reason}" for rank, reason in (reasons or {}).items())
+    return PeerFailedError(
+        f"{where}: the data source of {who} raised an exception, so that no rank can go on. "
+        + (f"{told}. Mend it there." if told else "Look for it in that rank's log, and mend it."),
+        ranks=ranks,
+        reasons=reasons,
+    )
 
 
 def log_report(report: SyncReport) -> None:
@@ -274,8 +683,9 @@ def log_report(report: SyncReport) -> None:
     root.info("%s", report)
     if report.batches == 0 and report.ended_by:
         root.warning(
-            "%s: no rank yields a batch, since %s has none. Are the utterances shorter than "
-            "every chunk length, or fewer than the ranks or the batch size?",
+            "%s: no rank yields a batch, since %s %s none. Are the utterances shorter than every "
+            "chunk length, or fewer than the ranks or the batch size?",
             place(report.label, report.epoch),
             name_ranks(report.ended_by),
+            "has" if len(report.ended_by) == 1 else "have",
         )

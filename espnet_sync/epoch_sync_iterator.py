@@ -1,6 +1,8 @@
 """An iterator over one rank's batches that ends on all ranks at the same batch."""
 
 import logging
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,11 +14,14 @@ from espnet_sync.consensus import (
     FAILED_TO_BUILD,
     UNSIZED,
     Consensus,
+    Decision,
     FlagConsensus,
+    Offer,
     PassConsensus,
-    State,
     Tally,
+    Then,
 )
+from espnet_sync.errors import EmptyRankError, EpochSyncError, OutOfStepError
 from espnet_sync.report import SyncReport, count
 
 Source = Callable[[], Iterable[Any]] | Iterable[Any]
@@ -112,27 +117,15 @@ class EpochSyncIterator:
         tally = Tally()
         sync = self._consensus.start_pass()
         try:
-            if not sync.alone:
-                yield from self._iterate_together(sync, tally)
-            elif self._stop_requested:
-                tally.stopped = True
+            if sync.alone:
+                yield from self._iterate_alone(tally)
+                self.report = sync.finish(tally)
             else:
-                for batch in self.generate():
-                    tally.pulled += 1
-                    yield batch
-                    if self._stop_requested:
-                        tally.stopped = True
-                        break
-                else:
-                    tally.ran_out = True
-                tally.yielded = tally.pulled
+                yield from self._iterate_together(sync, tally)
         finally:
             # NOTE: A pass dropped in the middle may be collected while the next one runs.
             if this_pass == self._passes:
                 self._stop_requested = False
-        if tally.ran_out:
-            self._warn_if_short(tally.pulled)
-        self.report = sync.finish(tally)
 
     def generate(self) -> Iterator[Any]:
         """Return this rank's batches of one pass: the extension point.
@@ -168,7 +161,7 @@ class EpochSyncIterator:
         """
         self._stop_requested = True
 
-    def settle_length(self, agree: Callable[[int], int]) -> None:
+    def settle_length(self, agree: Callable[[int, str], int]) -> None:
         """Collective: every rank calls this, in `SyncedIterFactory.build_iter`.
 
         Builds a pass, asks it for its length, and makes what all ranks agree on the answer of
@@ -176,8 +169,7 @@ class EpochSyncIterator:
         nothing is built and the length stays unknown: it may yield fewer batches.
 
         Args:
-            agree: The collective: takes this rank's number of batches, `UNSIZED` or
-                `FAILED_TO_BUILD`, and returns the number that all ranks will yield, or `UNSIZED`.
+            agree: The collective, `FactoryConsensus.agree_length`.
 
         Raises:
             PeerFailedError: If building a pass failed on another rank.
@@ -189,35 +181,88 @@ class EpochSyncIterator:
                 mine = self._own_length()
         except Exception as error:
             failure = error
-        agreed = agree(FAILED_TO_BUILD if failure else UNSIZED if mine is None else mine)
         if failure is not None:
+            agree(FAILED_TO_BUILD, describe_failure(failure, None))
             raise failure
+        agreed = agree(UNSIZED if mine is None else mine, "")
         self._lengths["agreed"] = None if agreed == UNSIZED else agreed
 
-    def _iterate_together(self, sync: PassConsensus, tally: Tally) -> Iterator[Any]:
-        batches: Iterator[Any] | None = None
-        while True:
-            batch = None
-            state = State.HAS_NEXT
-            if self._stop_requested:
-                state = State.ENDED
-                tally.stopped = True
-            else:
-                try:
-                    if batches is None:
-                        batches = self._start_generating()
-                    batch = next(batches)
-                    tally.pulled += 1
-                except StopIteration:
-                    state = State.ENDED
-                    tally.ran_out = True
-                except Exception as failure:
-                    self._tell_failure(sync, tally, failure)
-                    raise
-            if not sync.agree(state, tally):
-                return
+    def _iterate_alone(self, tally: Tally) -> Iterator[Any]:
+        if self._stop_requested:
+            return
+        for batch in self.generate():
+            tally.pulled += 1
             tally.yielded += 1
             yield batch
+            if self._stop_requested:
+                return
+        tally.first_pass = tally.pulled
+        self._warn_if_short(tally.pulled)
+
+    def _iterate_together(self, sync: PassConsensus, tally: Tally) -> Iterator[Any]:
+        pulls = _Pulls(self, sync, tally)
+        pulls.fill()
+        decision = self._agree(sync, pulls, tally)
+        reported = False
+        while True:
+            batches = pulls.take(decision.batches)
+            following: Decision | None = None
+            for position in range(decision.batches):
+                is_last = position == decision.batches - 1
+                if sync.ahead and decision.then is Then.GO_ON:
+                    pulls.pull()
+                    if is_last:
+                        self._propose(sync, pulls, tally)
+                    if is_last and tally.yielded + 1 == self._lengths.get("agreed"):
+                        # Some frameworks never ask for more than len() batches, so the
+                        # agreement that ends the pass is read before the last one goes out.
+                        following = self._decide(sync, pulls, tally)
+                tally.yielded += 1
+                if is_last and (
+                    decision.then is Then.END
+                    or (following and following.then is Then.END and not following.batches)
+                ):
+                    self.report = sync.finish(tally)
+                    reported = True
+                yield batches.popleft()
+            if decision.then is Then.END:
+                if not reported:
+                    self.report = sync.finish(tally)
+                return
+            if decision.then is Then.FAIL:
+                error = decision.error or pulls.failure
+                assert error is not None
+                sync.refuse(error)
+                raise error
+            if following is not None:
+                decision = following
+            elif sync.ahead:
+                decision = self._decide(sync, pulls, tally)
+            else:
+                pulls.fill()
+                decision = self._agree(sync, pulls, tally)
+
+    def _agree(self, sync: PassConsensus, pulls: "_Pulls", tally: Tally) -> Decision:
+        self._propose(sync, pulls, tally)
+        return self._decide(sync, pulls, tally)
+
+    def _propose(self, sync: PassConsensus, pulls: "_Pulls", tally: Tally) -> None:
+        try:
+            sync.propose(pulls.offer(), tally)
+        except EpochSyncError as error:
+            sync.refuse(error)
+            raise
+
+    def _decide(self, sync: PassConsensus, pulls: "_Pulls", tally: Tally) -> Decision:
+        try:
+            return sync.decide(tally)
+        except Exception as error:
+            sync.refuse(error)
+            if pulls.failure is None or isinstance(error, OutOfStepError):
+                raise
+            # The rank that failed keeps its own exception, also where telling it fails.
+            logging.getLogger().error("could not tell %r: %s", pulls.failure, error)
+            raise pulls.failure from None
 
     def _start_generating(self) -> Iterator[Any]:
         """Call `generate()`; a StopIteration that escapes from it is a failure, and no end."""
@@ -228,20 +273,8 @@ class EpochSyncIterator:
                 f"[{self.label or 'espnet_sync'}] the source raised StopIteration when called"
             ) from error
 
-    def _tell_failure(self, sync: PassConsensus, tally: Tally, failure: Exception) -> None:
-        try:
-            sync.agree(State.FAILED, tally)
-        except Exception as error:
-            # The rank that failed keeps its own exception, also where telling it fails.
-            logging.getLogger().error(
-                "[%s] could not tell the other ranks of %r: %s",
-                self.label or "espnet_sync",
-                failure,
-                error,
-            )
-
     def _build(self) -> Iterable[Any]:
-        """Return what one pass iterates: the one built for `len()` if it waits, else a fresh one."""
+        """Return what a pass iterates: what was built for `len()` if it waits, or afresh."""
         if self._probed is not None:
             probed, self._probed = self._probed, None
             return probed
@@ -289,6 +322,132 @@ class EpochSyncIterator:
             "callable that builds it and not its result: EpochSyncIterator(partial("
             "factory.build_iter, epoch)) and not EpochSyncIterator(factory.build_iter(epoch))."
         )
+
+
+class _Pulls:
+    """What one rank has pulled from its source and not yet handed out, in one pass."""
+
+    def __init__(self, owner: EpochSyncIterator, sync: PassConsensus, tally: Tally) -> None:
+        self.failure: Exception | None = None
+        self._owner = owner
+        self._sync = sync
+        self._tally = tally
+        self._buffer: deque[Any] = deque()
+        self._batches: Iterator[Any] | None = None
+        self._pulled_in_this_round = 0
+        self._taken = 0
+        self._last_ids: list[str] = []
+
+    def fill(self) -> None:
+        """Pull one window of batches."""
+        while len(self._buffer) < self._sync.window and self.pull():
+            pass
+
+    def pull(self) -> bool:
+        """Pull one batch, and return whether there was one."""
+        if self.failure is not None or self._owner._stop_requested:
+            return False
+        try:
+            return self._pull()
+        except Exception as error:
+            self.failure = error
+            return False
+
+    def _pull(self) -> bool:
+        while True:
+            if self._tally.first_pass is not None and self._sync.stop_at == "shortest":
+                return False
+            if self._batches is None:
+                self._batches = self._owner._start_generating()
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._start_over()
+                continue
+            self._buffer.append(batch)
+            self._tally.pulled += 1
+            self._pulled_in_this_round += 1
+            self._last_ids = utterance_ids(batch)
+            return True
+
+    def _start_over(self) -> None:
+        """Note that a pass over the source has ended; with `longest` a fresh one follows."""
+        if self._tally.first_pass is None:
+            self._tally.first_pass = self._tally.pulled
+            self._owner._warn_if_short(self._tally.pulled)
+        if self._sync.stop_at == "longest" and not self._pulled_in_this_round:
+            raise EmptyRankError("a pass over this rank's source has no batch")
+        self._batches = None
+        self._pulled_in_this_round = 0
+
+    def offer(self) -> Offer:
+        """Return what this rank can yield in the next window."""
+        window = self._sync.window
+        first_pass = window
+        if self._tally.first_pass is not None:
+            first_pass = min(window, max(0, self._tally.first_pass - self._taken))
+        stop = self._owner._stop_requested
+        self._tally.stopped = self._tally.stopped or stop
+        failure = ""
+        if self.failure is not None:
+            failure = describe_failure(self.failure, self._tally.pulled, self._last_ids)
+        return Offer(
+            batches=min(len(self._buffer), window),
+            failed=self.failure is not None,
+            first_pass=first_pass,
+            stop=stop,
+            failure=failure,
+            is_empty=isinstance(self.failure, EmptyRankError),
+        )
+
+    def take(self, number: int) -> deque[Any]:
+        """Return the batches of a window that was agreed on, and drop what lies beyond."""
+        taken = deque(self._buffer.popleft() for _ in range(number))
+        self._buffer.clear()
+        self._taken += number
+        return taken
+
+
+def describe_failure(
+    error: Exception, index: int | None, last_ids: list[str] | None = None
+) -> str:
+    """Return a failure as the other ranks get to read it.
+
+    Args:
+        error: What a source raised.
+        index: The batch before which it did; None for `build_iter`.
+        last_ids: The utterance ids of the last batch before.
+
+    Examples:
+        >>> describe_failure(ValueError("no such wav"), 3, ["utt1", "utt2"])
+        'at batch 3: ValueError: no such wav (last good utterances: utt1, utt2)'
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    details = [
+        f"{frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in frames
+        if frame.filename != __file__
+    ][-3:]
+    if last_ids:
+        more = f" and {len(last_ids) - 8} more" if len(last_ids) > 8 else ""
+        details.append(f"last good utterances: {', '.join(last_ids[:8])}{more}")
+    return (
+        ("" if index is None else f"at batch {index}: ")
+        + f"{type(error).__name__}: {str(error)[:2000]}"
+        + (f" ({'; '.join(details)})" if details else "")
+    )
+
+
+def utterance_ids(batch: object) -> list[str]:
+    """Return the utterance ids of a batch of ESPnet2's form `(ids, dict)`, or nothing.
+
+    Examples:
+        >>> utterance_ids((["utt1", "utt2"], {"speech": ...})), utterance_ids([1.0, 2.0])
+        (['utt1', 'utt2'], [])
+    """
+    if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], dict):
+        return [str(id_) for id_ in batch[0]]
+    return []
 
 
 def _is_iterable(value: object) -> bool:

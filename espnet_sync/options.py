@@ -71,6 +71,19 @@ class SyncOptions:
             lookahead = 0 if self.backend == "default" else DEFAULT_LOOKAHEAD
         object.__setattr__(self, "lookahead", int(lookahead))
 
+    @property
+    def window(self) -> int:
+        """Batches held ahead; 0 with one blocking agreement before each batch."""
+        return self.lookahead or 0
+
+    @property
+    def policy(self) -> str:
+        """What must be equal on all ranks, as text."""
+        return (
+            f"stop_at={self.stop_at}, lookahead={self.lookahead}, timeout={float(self.timeout):g}, "
+            f"warn_after={float(self.warn_after):g}, backend={self.backend}"
+        )
+
     def _check_default_backend(self) -> None:
         for name, value, served in (
             ("lookahead", self.lookahead, (None, 0)),

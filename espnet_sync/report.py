@@ -10,8 +10,8 @@ class RankReport:
     Attributes:
         rank: The rank, or None where a bare `EpochSyncIterator` can't know its own.
         pulled: Batches taken from the rank's source.
-        discarded: Batches among them that were not handed out.
-        repeated: Batches among them that came from a further pass over the source.
+        discarded: Batches of its first pass over the source that were not handed out.
+        repeated: Batches handed out from a further pass over the source.
         waited: Seconds spent in agreements.
     """
 
@@ -30,8 +30,9 @@ class SyncReport:
         label: The iterator's label, e.g. `train`.
         epoch: The epoch as the inner factory saw it, or None for a bare iterator.
         batches: Batches yielded, the same number on each rank.
-        ended_by: The ranks that ran out first, ascending; empty after `request_stop()`, and
-            where a bare iterator can't know.
+        ended_by: The ranks whose running out ended the pass, ascending: the first with
+            `shortest`, the last with `longest`. Empty after `request_stop()`, and where a bare
+            iterator can't know.
         ranks: A `RankReport` for each rank, in rank order; a bare iterator knows its own alone.
 
     Examples:
@@ -66,7 +67,8 @@ waited 0.5 s at most (rank 1)
             elif len(self.ended_by) == len(self.ranks):
                 parts.append("all ran out together")
             else:
-                parts.append(f"{name_ranks(self.ended_by)} ran out first")
+                when = "last" if any(rank.repeated for rank in self.ranks) else "first"
+                parts.append(f"{name_ranks(self.ended_by)} ran out {when}")
         elif not self.ended_by:
             parts.append("stopped on request")
         for word in ("discarded", "repeated"):

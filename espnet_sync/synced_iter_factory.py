@@ -7,10 +7,12 @@ from typing import Any
 import espnet2
 from espnet2.iterators.abs_iter_factory import AbsIterFactory
 
-from espnet_sync.consensus import NamedFlagConsensus
+from espnet_sync.consensus import ControlConsensus, FactoryConsensus, NamedFlagConsensus
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
-from espnet_sync.errors import require_version
+from espnet_sync.errors import EpochSyncError, require_version
 from espnet_sync.options import SyncOptions, refuse_unknown
+from espnet_sync.process_groups import ControlGroup, in_loader_worker
+from espnet_sync.roll_call import open_control_group
 
 require_version("espnet", espnet2.__version__, "202511")
 
@@ -87,6 +89,8 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
         )
         self.iterator_class = iterator_class
         self._warned_of_epoch_0 = False
+        self._group: ControlGroup | None = None
+        self._number = 0
 
     def build_iter(self, epoch: int, shuffle: bool | None = None) -> EpochSyncIterator:
         """Collective: every rank calls this before each epoch, in the same order.
@@ -115,8 +119,39 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
         source = partial(self.inner.build_iter, epoch)
         if shuffle is not None:
             source = partial(source, shuffle=shuffle)
-        consensus = NamedFlagConsensus(self.options.label, epoch)
+        consensus = self._consensus(epoch)
         iterator = self.iterator_class(source, consensus=consensus, label=self.options.label)
         if consensus.has_peers():
             iterator.settle_length(consensus.agree_length)
+        if isinstance(consensus, ControlConsensus) and self._group is not consensus.group:
+            # NOTE: counted once all ranks have agreed, so that a rank which builds an iterator
+            # alone, and is told so, does not count differently from then on.
+            self._group = consensus.group
+            self._group.factories = self._number
         return iterator
+
+    def _consensus(self, epoch: int) -> FactoryConsensus:
+        """Collective: every rank calls this in `build_iter`; the first one makes the group."""
+        options = self.options
+        flag = NamedFlagConsensus(options.label, epoch)
+        if not flag.has_peers():
+            return flag
+        if in_loader_worker():
+            raise EpochSyncError(
+                f"[{options.label or 'espnet_sync'}] build_iter was called in a worker of a "
+                "DataLoader: call it in the rank's main process"
+            )
+        if options.backend == "default":
+            return flag
+        state = open_control_group(options)
+        if state.group is None:
+            if options.backend == "gloo" or options.stop_at == "longest":
+                asked = f"backend={options.backend!r}, stop_at={options.stop_at!r}"
+                raise EpochSyncError(
+                    f"[{options.label or 'espnet_sync'}] {asked} needs the control group: "
+                    f"{state.fallback}"
+                )
+            return flag
+        if self._group is not state.group:
+            self._number = state.group.factories + 1
+        return ControlConsensus(state.group, state.roll_call, options, epoch, self._number)
