@@ -8,6 +8,7 @@ of its start and no more: nothing here imports torch before it must.
 
 import importlib
 import os
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -42,15 +43,15 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdout.write(USAGE)
         return
     options, rest = split_runner_options(argv)
-    module = training_module(rest)
+    flags, command = split_interpreter_flags(rest)
+    module = training_module(command)
     if module is None:
-        if options:
-            fail(
-                f"--{options[0][0]} stands before a command that is no ESPnet2 training: "
-                f"{' '.join(rest[:3]) or '(none)'}"
-            )
+        # NOTE: a recipe puts the same words, options and all, before every command.
         os.execv(sys.executable, [sys.executable, *rest])
-    run_training(module, options, rest)
+    if flags:
+        given = [f"--{name}={value}" for name, value in options]
+        os.execv(sys.executable, [sys.executable, *flags, "-m", "espnet_sync", *given, *command])
+    run_training(module, options, command)
 
 
 def split_runner_options(argv: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -75,6 +76,25 @@ def split_runner_options(argv: list[str]) -> tuple[list[tuple[str, str]], list[s
             value = rest.pop(0)
         options.append((name, value))
     return options, rest
+
+
+def split_interpreter_flags(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split Python's own flags from what it is to run.
+
+    Examples:
+        >>> split_interpreter_flags(["-u", "-W", "error", "-m", "x_train", "-v"])
+        (['-u', '-W', 'error'], ['-m', 'x_train', '-v'])
+    """
+    number = 0
+    while number < len(words):
+        word = words[number]
+        if word in ("-W", "-X", "--check-hash-based-pycs"):
+            number += 2
+        elif re.fullmatch(r"-[bBdEhiIOPqsSuvVx?]+|-[WX].+|--.+", word):
+            number += 1
+        else:
+            break
+    return words[:number], words[number:]
 
 
 def training_module(words: list[str]) -> str | None:
