@@ -148,8 +148,12 @@ def sync_tasks(module: ModuleType, defaults: dict[str, Any]) -> bool:
     """
     from espnet2.tasks.abs_task import AbsTask
 
-    from espnet_sync.task import synced
+    from espnet_sync.task import synced, synced_for_lightning
 
+    # ESPnet2's Lightning command chooses its task from a dictionary, and counts epochs from 0.
+    choices = getattr(module, "task_choices", {})
+    for name, task in choices.items():
+        choices[name] = synced_for_lightning(task, **defaults)
     tasks = {
         name: value
         for name, value in vars(module).items()
@@ -157,7 +161,7 @@ def sync_tasks(module: ModuleType, defaults: dict[str, Any]) -> bool:
     }
     for name, task in tasks.items():
         setattr(module, name, synced(task, **defaults))
-    return bool(tasks)
+    return bool(tasks or choices)
 
 
 def fail(message: str) -> None:

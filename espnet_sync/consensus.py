@@ -28,7 +28,7 @@ from espnet_sync.process_groups import (
     NamedDefaultGroup,
     is_distributed,
 )
-from espnet_sync.report import RankReport, SyncReport, name_ranks, place
+from espnet_sync.report import RankReport, SyncReport, count, name_ranks, place
 from espnet_sync.roll_call import RollCall, Waiting
 
 #: What `agree_length` takes and gives in place of a length.
@@ -124,12 +124,13 @@ def decide(numbers: Sequence[int], window: int, stop_at: str) -> Decision:
     """
     offer, minus_first_pass, go_on = numbers[:3]
     batches, is_whole = divmod(offer, 2)
-    if stop_at == "longest":
-        end = 0 if not go_on else min(-minus_first_pass, window)
-    else:
-        end = batches if is_whole else window
-    if not is_whole and batches <= end:
+    # With `longest`, a fresh pass that fails where the last first pass ends is one too many.
+    is_due = stop_at == "shortest" or batches < -minus_first_pass
+    if not is_whole and is_due:
         return Decision(batches=batches, then=Then.FAIL)
+    end = batches
+    if stop_at == "longest":
+        end = min(-minus_first_pass, window) if go_on else 0
     if end < window:
         return Decision(batches=end, then=Then.END)
     return Decision(batches=window, then=Then.GO_ON)
@@ -139,7 +140,8 @@ def decide(numbers: Sequence[int], window: int, stop_at: str) -> Decision:
 class Tally:
     """What one rank counts in one pass: batches, and seconds spent in agreements.
 
-    `first_pass` counts the batches pulled from its first pass, or is None while that goes on.
+    `first_pass` counts the batches pulled from its first pass, or is None while that goes on;
+    `stopped` says whether the last offer asked to end the pass.
     """
 
     pulled: int = 0
@@ -159,6 +161,7 @@ class Tally:
             self.pulled,
             self.pulled if self.first_pass is None else self.first_pass,
             self.first_pass == yielded,
+            self.stopped,
             int((self.waited + waiting) * 1e6),
         )
 
@@ -169,6 +172,7 @@ class Row(NamedTuple):
     pulled: int
     pulled_in_first_pass: int
     ran_out: int
+    stopped: int
     waited_in_microseconds: int
 
 
@@ -196,6 +200,9 @@ class PassConsensus(Protocol):
 
     def finish(self, tally: Tally) -> SyncReport:
         """Return the report of the pass, once an agreement has ended it; on every rank."""
+
+    def note_batch(self) -> None:
+        """Count a batch; called right before each is handed out."""
 
     def refuse(self, error: Exception) -> None:
         """Let no further pass of the iterator start; called when it raises, on every rank."""
@@ -256,6 +263,9 @@ class LonePass:
             log_report(report)
         return report
 
+    def note_batch(self) -> None:
+        """Nobody else could be out of step."""
+
     def refuse(self, error: Exception) -> None:
         """Nobody else has to know."""
 
@@ -308,6 +318,9 @@ class FlagPass:
         """Return the report; a bare iterator knows its own rank's part alone."""
         assert self._report is not None
         return self._report
+
+    def note_batch(self) -> None:
+        """A flag carries no place."""
 
     def refuse(self, error: Exception) -> None:
         """The next pass starts clean: the flag of a failure came in step on all ranks."""
@@ -429,6 +442,10 @@ class ControlPass:
         if self._consensus.group.rank == 0:
             log_report(self._report)
         return self._report
+
+    def note_batch(self) -> None:
+        """See `PassConsensus.note_batch`."""
+        self._consensus.group.handed_out += 1
 
     def refuse(self, error: Exception) -> None:
         """See `PassConsensus.refuse`."""
@@ -563,7 +580,12 @@ class ControlConsensus:
         self._check_usable()
         options = self.options
         here = f"{place(options.label, self.epoch)}, {where}"
-        whole = f"{here} (factory {self._factory} of the job; {options.policy})"
+        # NOTE: with the batches handed out so far, a rank that leaves its loop alone within the
+        # last window, where no agreement is to come, is told by the next iterator's first one.
+        whole = (
+            f"{here} (factory {self._factory} of the job, after "
+            f"{count(self.group.handed_out, 'batch', 'batches')} in all; {options.policy})"
+        )
         digest = hashlib.blake2b(whole.encode(), digest_size=7).digest()
         waiting = Waiting(
             self._roll_call,
@@ -585,6 +607,7 @@ class ControlConsensus:
     def _out_of_step(self, whole: str, waiting: Waiting) -> OutOfStepError:
         """Collective: every rank calls this where the reduced fingerprints differ."""
         texts = dict(enumerate(self.group.gather_texts(whole, waiting)))
+        self.group.handed_out = 0
         places: dict[str, list[int]] = {}
         for rank, text in texts.items():
             places.setdefault(text, []).append(rank)
@@ -628,11 +651,12 @@ class ControlConsensus:
 
 def make_report(label: str, epoch: int | None, batches: int, rows: Sequence[Row]) -> SyncReport:
     """Return the report of a pass from what every rank told, in rank order."""
+    stopped = any(row.stopped for row in rows)
     return SyncReport(
         label=label,
         epoch=epoch,
         batches=batches,
-        ended_by=tuple(rank for rank, row in enumerate(rows) if row.ran_out),
+        ended_by=tuple(rank for rank, row in enumerate(rows) if row.ran_out and not stopped),
         ranks=tuple(
             RankReport(
                 rank=rank,

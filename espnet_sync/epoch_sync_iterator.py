@@ -1,9 +1,12 @@
 """An iterator over one rank's batches that ends on all ranks at the same batch."""
 
 import logging
+import signal
+import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # NOTE: not used in this file. Tests written for espnet3's class of the same name patch torch
@@ -23,6 +26,8 @@ from espnet_sync.consensus import (
 )
 from espnet_sync.errors import EmptyRankError, EpochSyncError, OutOfStepError
 from espnet_sync.report import SyncReport, count
+
+_END = object()
 
 Source = Callable[[], Iterable[Any]] | Iterable[Any]
 
@@ -84,6 +89,7 @@ class EpochSyncIterator:
         self._stop_requested = False
         self._passes = 0
         self._warned = False
+        self._worker_deaths = _WorkerDeaths()
 
     def __len__(self) -> int:
         """Return the number of batches; never runs a collective.
@@ -121,7 +127,16 @@ class EpochSyncIterator:
                 yield from self._iterate_alone(tally)
                 self.report = sync.finish(tally)
             else:
-                yield from self._iterate_together(sync, tally)
+                batches = self._iterate_together(sync, tally)
+                try:
+                    while True:
+                        with self._worker_deaths.held_back():
+                            batch = next(batches, _END)
+                        if batch is _END:
+                            break
+                        yield batch
+                finally:
+                    batches.close()
         finally:
             # NOTE: A pass dropped in the middle may be collected while the next one runs.
             if this_pass == self._passes:
@@ -182,9 +197,16 @@ class EpochSyncIterator:
         except Exception as error:
             failure = error
         if failure is not None:
-            agree(FAILED_TO_BUILD, describe_failure(failure, None))
+            with self._worker_deaths.held_back():
+                try:
+                    agree(FAILED_TO_BUILD, describe_failure(failure, None))
+                except OutOfStepError:
+                    raise
+                except Exception as error:
+                    _log_untold(failure, error)
             raise failure
-        agreed = agree(UNSIZED if mine is None else mine, "")
+        with self._worker_deaths.held_back():
+            agreed = agree(UNSIZED if mine is None else mine, "")
         self._lengths["agreed"] = None if agreed == UNSIZED else agreed
 
     def _iterate_alone(self, tally: Tally) -> Iterator[Any]:
@@ -199,7 +221,7 @@ class EpochSyncIterator:
         tally.first_pass = tally.pulled
         self._warn_if_short(tally.pulled)
 
-    def _iterate_together(self, sync: PassConsensus, tally: Tally) -> Iterator[Any]:
+    def _iterate_together(self, sync: PassConsensus, tally: Tally) -> Generator[Any, None, None]:
         pulls = _Pulls(self, sync, tally)
         pulls.fill()
         decision = self._agree(sync, pulls, tally)
@@ -218,6 +240,7 @@ class EpochSyncIterator:
                         # agreement that ends the pass is read before the last one goes out.
                         following = self._decide(sync, pulls, tally)
                 tally.yielded += 1
+                sync.note_batch()
                 if is_last and (
                     decision.then is Then.END
                     or (following and following.then is Then.END and not following.batches)
@@ -248,21 +271,30 @@ class EpochSyncIterator:
 
     def _propose(self, sync: PassConsensus, pulls: "_Pulls", tally: Tally) -> None:
         try:
-            sync.propose(pulls.offer(), tally)
+            return sync.propose(pulls.offer(), tally)
         except EpochSyncError as error:
-            sync.refuse(error)
-            raise
+            own = self._refuse(sync, pulls, error)
+            if own is error:
+                raise
+        raise own
 
     def _decide(self, sync: PassConsensus, pulls: "_Pulls", tally: Tally) -> Decision:
         try:
             return sync.decide(tally)
         except Exception as error:
-            sync.refuse(error)
-            if pulls.failure is None or isinstance(error, OutOfStepError):
+            own = self._refuse(sync, pulls, error)
+            if own is error:
                 raise
-            # The rank that failed keeps its own exception, also where telling it fails.
-            logging.getLogger().error("could not tell %r: %s", pulls.failure, error)
-            raise pulls.failure from None
+        # NOTE: out of the handler, which would give the exception another context.
+        raise own
+
+    def _refuse(self, sync: PassConsensus, pulls: "_Pulls", error: Exception) -> Exception:
+        """Return what to raise where an agreement failed: a rank that failed keeps its own."""
+        sync.refuse(error)
+        if pulls.failure is None or isinstance(error, OutOfStepError):
+            return error
+        _log_untold(pulls.failure, error)
+        return pulls.failure
 
     def _start_generating(self) -> Iterator[Any]:
         """Call `generate()`; a StopIteration that escapes from it is a failure, and no end."""
@@ -308,11 +340,17 @@ class EpochSyncIterator:
             )
 
     def _refuse_exhausted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        # NOTE: no `yield from`, whose iter() would start such an iterator over once more.
         try:
-            yield next(iterator)
+            batch = next(iterator)
         except StopIteration:
             raise self._live_iterator_error() from None
-        yield from iterator
+        while True:
+            yield batch
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
 
     def _live_iterator_error(self) -> RuntimeError:
         given = "callable returned the same" if callable(self._source) else "source is a"
@@ -348,7 +386,8 @@ class _Pulls:
         if self.failure is not None or self._owner._stop_requested:
             return False
         try:
-            return self._pull()
+            with self._owner._worker_deaths.told():
+                return self._pull()
         except Exception as error:
             self.failure = error
             return False
@@ -384,7 +423,8 @@ class _Pulls:
         """Return what this rank can yield in the next window."""
         window = self._sync.window
         first_pass = window
-        if self._tally.first_pass is not None:
+        # A first pass with no batch has not ended: with `longest`, it is what fails.
+        if self._tally.first_pass:
             first_pass = min(window, max(0, self._tally.first_pass - self._taken))
         stop = self._owner._stop_requested
         self._tally.stopped = self._tally.stopped or stop
@@ -408,6 +448,65 @@ class _Pulls:
         return taken
 
 
+class _WorkerDeaths:
+    """Lets torch tell of a dead `DataLoader` worker in a pull, and nowhere else in a pass.
+
+    NOTE: torch does so from a handler of SIGCHLD, which raises wherever the main thread happens
+    to be. In the midst of an agreement it would take the rank out of it, and leave the others
+    waiting for one that will never say why.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, Any], Any] | None = None
+        self._pending = False
+        self._holds_back = False
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Note deaths for the next pull; around all that a pass does between two batches."""
+        if self._holds_back or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._holds_back = True
+        try:
+            self._take_over()
+            yield
+        finally:
+            self._holds_back = False
+            self._give_back()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Let torch raise; around a pull."""
+        if not self._holds_back:
+            yield
+            return
+        handler = self._give_back()
+        try:
+            if self._pending and handler is not None:
+                self._pending = False
+                handler(signal.SIGCHLD, None)
+            yield
+        finally:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        # The first worker that is started installs torch's handler, in the midst of a pull.
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler):
+            self._handler = handler
+            signal.signal(signal.SIGCHLD, self._note)
+
+    def _give_back(self) -> Callable[[int, Any], Any] | None:
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            signal.signal(signal.SIGCHLD, handler)
+        return handler
+
+    def _note(self, signum: int, frame: Any) -> None:
+        self._pending = True
+
+
 def describe_failure(
     error: Exception, index: int | None, last_ids: list[str] | None = None
 ) -> str:
@@ -422,6 +521,10 @@ def describe_failure(
         >>> describe_failure(ValueError("no such wav"), 3, ["utt1", "utt2"])
         'at batch 3: ValueError: no such wav (last good utterances: utt1, utt2)'
     """
+    try:
+        message = str(error)[:2000]
+    except Exception as unreadable:
+        message = f"(its text can't be had: {type(unreadable).__name__})"
     frames = traceback.extract_tb(error.__traceback__)
     details = [
         f"{frame.filename}:{frame.lineno} in {frame.name}"
@@ -433,9 +536,14 @@ def describe_failure(
         details.append(f"last good utterances: {', '.join(last_ids[:8])}{more}")
     return (
         ("" if index is None else f"at batch {index}: ")
-        + f"{type(error).__name__}: {str(error)[:2000]}"
+        + f"{type(error).__name__}: {message}"
         + (f" ({'; '.join(details)})" if details else "")
     )
+
+
+def _log_untold(failure: Exception, error: Exception) -> None:
+    """Log why the other ranks were not told of a failure, which its own rank raises then."""
+    logging.getLogger().error("could not tell %r: %s", failure, error)
 
 
 def utterance_ids(batch: object) -> list[str]:
@@ -446,7 +554,9 @@ def utterance_ids(batch: object) -> list[str]:
         (['utt1', 'utt2'], [])
     """
     if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], dict):
-        return [str(id_) for id_ in batch[0]]
+        ids = batch[0]
+        if isinstance(ids, list | tuple):
+            return [id_ for id_ in ids if isinstance(id_, str)]
     return []
 
 

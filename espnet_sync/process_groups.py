@@ -154,9 +154,8 @@ class BoundedStore:
     """
 
     def __init__(self, prefix: str, seconds: float = 2.0) -> None:
-        store = torch.distributed.distributed_c10d._get_default_store()
-        self.host_rank = _store_host(store)
-        self._store = torch.distributed.PrefixStore(prefix, store)
+        self.host_rank = _store_host(torch.distributed.distributed_c10d._get_default_store())
+        self._prefix = prefix
         self._seconds = seconds
         self._stuck: threading.Thread | None = None
 
@@ -193,7 +192,11 @@ class BoundedStore:
 
         def run() -> None:
             try:
-                result.append(getattr(self._store, method)(*arguments))
+                # NOTE: looked up for each call: a reference kept here would keep its server,
+                # and so its port, beyond destroy_process_group().
+                store = torch.distributed.distributed_c10d._get_default_store()
+                prefixed = torch.distributed.PrefixStore(self._prefix, store)
+                result.append(getattr(prefixed, method)(*arguments))
             except Exception as raised:
                 error.append(raised)
 
@@ -250,6 +253,8 @@ class Exchange:
         self.numbers = numbers
         self.settle = settle
         self.watch = watch
+        # The group, while the exchange may be under way: see `ControlGroup._lost`.
+        self.group: Any = None
         self.work: Any = None
         self.outcome: Any = None
         self.error: Exception | None = None
@@ -265,6 +270,11 @@ class ControlGroup:
     Args:
         group: What `make_gloo_group` returned.
         store: The job's store, under this group's prefix.
+
+    Attributes:
+        factories: Counts the job's factories; the same on all ranks.
+        handed_out: Counts the batches of all passes; the same on ranks that are in step.
+        broken: Why the group is of no more use; None while it is.
     """
 
     #: Numbers in each exchange. Gloo aborts the process where ranks send different sizes.
@@ -279,8 +289,10 @@ class ControlGroup:
         self.world_size = torch.distributed.get_world_size()
         self.store = store
         self.factories = 0
+        self.handed_out = 0
         self.broken: Exception | None = None
-        self._group = group
+        # NOTE: weak, so that destroy_process_group() ends the group and lets go of its store.
+        self._group = weakref.ref(group)
         self._process = os.getpid()
         self._serial = 0
         self._unread: Exchange | None = None
@@ -298,16 +310,16 @@ class ControlGroup:
     def is_current(self) -> bool:
         """Whether `torch.distributed` still knows the group."""
         try:
-            torch.distributed.get_process_group_ranks(self._group)
+            torch.distributed.get_process_group_ranks(self._group())
         except (KeyError, ValueError, RuntimeError):
             return False
-        return True
+        return self._group() is not None
 
     @property
     def holds_lost(self) -> bool:
         """Whether an operation is not done: it must be kept, also when the group is replaced."""
-        unread = self._unread is not None and not self._unread.work.is_completed()
-        return bool(self._lost) or unread
+        unread = self._unread
+        return bool(self._lost) or (unread is not None and not unread.work.is_completed())
 
     @property
     def is_here(self) -> bool:
@@ -333,10 +345,11 @@ class ControlGroup:
         self._serial += 1
         tensor = torch.tensor(list(numbers), dtype=torch.int64)
         exchange = Exchange(self._serial, tensor, settle, watch)
+        exchange.group = self._group()
         self._unread = exchange
         try:
             exchange.work = torch.distributed.all_reduce(
-                tensor, op=torch.distributed.ReduceOp.MIN, group=self._group, async_op=True
+                tensor, op=torch.distributed.ReduceOp.MIN, group=self._group(), async_op=True
             )
         except RuntimeError as error:
             raise self._lose(exchange, watch, error) from error
@@ -391,7 +404,9 @@ class ControlGroup:
     def _gather(self, mine: torch.Tensor, watch: Watch) -> list[torch.Tensor]:
         everyones = [torch.empty_like(mine) for _ in range(self.world_size)]
         try:
-            work = torch.distributed.all_gather(everyones, mine, group=self._group, async_op=True)
+            work = torch.distributed.all_gather(
+                everyones, mine, group=self._group(), async_op=True
+            )
         except RuntimeError as error:
             raise self._lose((everyones, mine), watch, error) from error
         self._wait(work, (everyones, mine), watch)
@@ -403,6 +418,7 @@ class ControlGroup:
             return
         self._wait(exchange.work, exchange, exchange.watch)
         exchange.was_read = True
+        exchange.group = None
         if self._unread is exchange:
             self._unread = None
         try:
@@ -428,12 +444,12 @@ class ControlGroup:
                     watch.tick()
                 except Exception as error:
                     self.broken = error
-                    self._lost.append((work, kept))
+                    self._lost.append((work, kept, self._group()))
                     raise
 
     def _lose(self, kept: Any, watch: Watch, error: RuntimeError) -> Exception:
         """Return what to raise after a closed connection, and keep what was lost."""
-        self._lost.append(kept)
+        self._lost.append((kept, self._group()))
         self.broken = watch.lost(_brief(error))
         return self.broken
 

@@ -2,11 +2,13 @@
 
 Gloo tells of a dead rank only its two neighbours in the ring. The first to notice raises an
 alarm in the store; every waiting rank looks for it between two slices of its wait and signs the
-roll. Who has not signed is missing. No call here grows with the square of the number of ranks:
-the roll is a bit per rank, and of the waiting ranks only the lowest reads what all wrote.
+roll. Who has not signed is missing. The calls do not grow with the square of the number of ranks:
+while a rank waits it reads single keys, and reads who has signed, a bit per rank, once at the end;
+of the waiting ranks only the lowest reads what all wrote.
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable
 
@@ -36,6 +38,8 @@ GROUP_SECONDS = 30 * 86400.0
 RANK_0_FACTOR = 10.0
 
 _BITS = 60
+#: How torch's messages tell that a rank only waited: "Wait timeout", "Timed out after ...".
+_TIMED_OUT = re.compile(r"timed?[ -]?out", re.IGNORECASE)
 
 
 class Roll:
@@ -45,13 +49,19 @@ class Roll:
         self._store = store
         self._world_size = world_size
         self._keys = [f"{name}/{block}" for block in range((world_size - 1) // _BITS + 1)]
+        self._total = f"{name}/total"
         self._has_signed = False
 
     def sign(self, rank: int) -> None:
         """Sign, once."""
         if not self._has_signed:
             self._store.add(self._keys[rank // _BITS], 1 << (rank % _BITS))
+            self._store.add(self._total, 1)
             self._has_signed = True
+
+    def absent(self) -> int:
+        """Return how many ranks have not signed: one call, however many ranks there are."""
+        return self._world_size - self._store.add(self._total, 0)
 
     def signed(self) -> set[int]:
         """Return the ranks that have signed."""
@@ -143,10 +153,12 @@ class RollCall:
         until = self.clock() + ROLL_SECONDS
         interval = 0.02
         while not self.store.check("verdict"):
-            missing = self._roll.missing()
-            if len(missing) <= 1 or known.issuperset(missing) or self.clock() >= until:
-                self.store.set_once("verdict", " ".join(map(str, missing)) or "-")
-                break
+            is_over = self.clock() >= until or self._roll.absent() <= 1
+            if is_over or known:
+                missing = self._roll.missing()
+                if is_over or known.issuperset(missing):
+                    self.store.set_once("verdict", " ".join(map(str, missing)) or "-")
+                    break
             self._sleep(interval)
             interval = min(0.25, interval * 1.5)
         return tuple(int(word) for word in self.store.get("verdict").split() if word != "-")
@@ -250,7 +262,8 @@ class Waiting:
                 self._has_told = True
             if self._call.alarm_stands():
                 raise self.lost("it saw the alarm")
-            if self.waited >= min(self._warn_after, self._timeout):
+            is_lowest = self._is_lowest()
+            if is_lowest and self.waited >= min(self._warn_after, self._timeout):
                 self._look_for_the_late()
         except StoreUnreachableError as error:
             host_is_gone = error.closed and self._call.store.host_rank not in (
@@ -266,11 +279,22 @@ class Waiting:
         self.start()
         return self._call.call(self._where, self.waited, cause, known, self._was_late)
 
+    def _is_lowest(self) -> bool:
+        """Return whether this is the lowest rank that waits for the exchange, as far as is known.
+
+        NOTE: two ranks that come at once may overwrite each other: the next tick puts it right.
+        """
+        store = self._call.store
+        if store.check("lowest"):
+            serial, rank = map(int, store.get("lowest").split())
+            if serial == self._serial and rank <= self._call.rank:
+                return rank == self._call.rank
+        store.set("lowest", f"{self._serial} {self._call.rank}")
+        return True
+
     def _look_for_the_late(self) -> None:
-        """Warn of late ranks, or give them up, on the lowest waiting rank."""
+        """Warn of late ranks, or give them up; called on the lowest waiting rank."""
         call = self._call
-        if any(self._place_of(rank) is not None for rank in range(call.rank)):
-            return
         places = {rank: self._place_of(rank) for rank in range(call.rank + 1, call.world_size)}
         late = tuple(
             sorted([*range(call.rank), *(rank for rank, at in places.items() if at is None)])
@@ -351,21 +375,21 @@ class Meeting:
                 arrived.sign(self._rank)
                 if self._store.check("given up"):
                     raise self._never_came(self._store.get("given up"), waited)
-                missing = arrived.missing()
-                if not missing:
+                if not arrived.absent():
                     return self._compare(differing)
                 if waited >= timeout:
-                    text = " ".join(map(str, missing))
+                    text = " ".join(map(str, arrived.missing()))
                     raise self._never_came(self._store.set_once("given up", text), waited)
-                if waited >= warn_after and self._rank == min(arrived.signed()):
-                    _warn_loudly(
-                        "[espnet_sync] first epoch: waited %.0f s for %s so far, an error follows "
-                        "after %.0f s",
-                        waited,
-                        name_ranks(missing),
-                        timeout,
-                    )
+                if waited >= warn_after:
                     warn_after *= 2
+                    if self._rank == min(arrived.signed()):
+                        _warn_loudly(
+                            "[espnet_sync] first epoch: waited %.0f s for %s so far, an error "
+                            "follows after %.0f s",
+                            waited,
+                            name_ranks(arrived.missing()),
+                            timeout,
+                        )
             except StoreUnreachableError as error:
                 if error.closed or waited >= timeout:
                     raise self._no_store(waited, error) from error
@@ -388,9 +412,9 @@ class Meeting:
         tried.sign(self._rank)
         until = time.monotonic() + PROBE_SECONDS + 10
         while not self._store.check("outcome"):
-            missing = tried.missing()
-            if not missing or time.monotonic() >= until:
-                self._store.set_once("outcome", self._describe(failed.signed(), missing))
+            if not tried.absent() or time.monotonic() >= until:
+                outcome = self._describe(failed.signed(), tried.missing())
+                self._store.set_once("outcome", outcome)
             else:
                 time.sleep(0.05)
         return self._store.get("outcome").strip()
@@ -398,14 +422,14 @@ class Meeting:
     def _describe(self, failed: set[int], missing: tuple[int, ...]) -> str:
         parts = [f"rank {rank}: {self._store.get(f'failure/{rank}')}" for rank in sorted(failed)]
         # Those that could connect waited for those that could not: the first to fail tells why.
-        parts = [part for part in parts if "imed out" not in part] or parts
+        parts = [part for part in parts if not _TIMED_OUT.search(part)] or parts
         parts += [f"rank {rank}: not done after {PROBE_SECONDS:.0f} s" for rank in missing]
         return "; ".join(parts[:4]) or " "
 
     def _compare(self, differing: Roll) -> None:
-        ranks = differing.signed()
-        if not ranks:
+        if differing.absent() == self._world_size:
             return
+        ranks = differing.signed()
         common = self._store.get("policy")
         positions = {
             rank: self._store.get(f"policy/{rank}") if rank in ranks else common

@@ -11,7 +11,7 @@ from espnet_sync.consensus import ControlConsensus, FactoryConsensus, NamedFlagC
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
 from espnet_sync.errors import EpochSyncError, require_version
 from espnet_sync.options import SyncOptions, refuse_unknown
-from espnet_sync.process_groups import ControlGroup, in_loader_worker
+from espnet_sync.process_groups import ControlGroup, NamedDefaultGroup, in_loader_worker
 from espnet_sync.roll_call import open_control_group
 
 require_version("espnet", espnet2.__version__, "202511")
@@ -89,6 +89,8 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
         )
         self.iterator_class = iterator_class
         self._warned_of_epoch_0 = False
+        #: Logged on rank 0 by the first `build_iter`, with what the ranks agree over.
+        self.announcement = ""
         self._group: ControlGroup | None = None
         self._number = 0
 
@@ -135,13 +137,17 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
         options = self.options
         flag = NamedFlagConsensus(options.label, epoch)
         if not flag.has_peers():
+            self._announce(0, "one rank alone")
             return flag
+        ranks = NamedDefaultGroup()
+        over_flag = f"{ranks.world_size} ranks, a flag on the default group"
         if in_loader_worker():
             raise EpochSyncError(
                 f"[{options.label or 'espnet_sync'}] build_iter was called in a worker of a "
                 "DataLoader: call it in the rank's main process"
             )
         if options.backend == "default":
+            self._announce(ranks.rank, over_flag)
             return flag
         state = open_control_group(options)
         if state.group is None:
@@ -151,7 +157,14 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
                     f"[{options.label or 'espnet_sync'}] {asked} needs the control group: "
                     f"{state.fallback}"
                 )
+            self._announce(ranks.rank, over_flag)
             return flag
         if self._group is not state.group:
             self._number = state.group.factories + 1
+        self._announce(ranks.rank, f"{ranks.world_size} ranks, a Gloo group ({options.policy})")
         return ControlConsensus(state.group, state.roll_call, options, epoch, self._number)
+
+    def _announce(self, rank: int, over: str) -> None:
+        if self.announcement and rank == 0:
+            logging.getLogger().info("%s; %s", self.announcement, over)
+        self.announcement = ""

@@ -3,8 +3,9 @@
 import argparse
 import copyreg
 import json
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -14,7 +15,11 @@ from espnet2.tasks.abs_task import AbsTask
 from espnet2.train.distributed_utils import DistributedOption
 from espnet2.utils.nested_dict_action import NestedDictAction
 
+from espnet_sync import __version__
+from espnet_sync.epoch_sync_iterator import EpochSyncIterator
+from espnet_sync.errors import EmptyRankError
 from espnet_sync.options import CONF_KEYS, SyncOptions, conf_options, refuse_unknown, sync_policy
+from espnet_sync.report import name_ranks, place
 from espnet_sync.synced_iter_factory import SyncedIterFactory
 
 #: The keys of the parser and of the YAML, with their defaults. None: as train.
@@ -52,12 +57,12 @@ def synced(task: type[AbsTask], **defaults: Any) -> type[AbsTask]:
     if not (isinstance(task, type) and issubclass(task, AbsTask)):
         raise TypeError(f"task={task!r}: must be a subclass of espnet2.tasks.abs_task.AbsTask")
     refuse_unknown("synced", defaults, KEYS)
-    if issubclass(task, _SyncedTask):
-        if not defaults:
-            return task
-        task = task.unsynced_task
-    frozen = json.dumps(defaults, sort_keys=True)
-    return _make_class(task, frozen)  # type: ignore[arg-type]  # a class can be hashed
+    return _synced(task, defaults, epoch_offset=0)
+
+
+def synced_for_lightning(task: type[AbsTask], **defaults: Any) -> type[AbsTask]:
+    """Return `synced(task)` for a caller that counts epochs from 0: Lightning's trainer does."""
+    return _synced(task, defaults, epoch_offset=1)
 
 
 def parse_keys(words: list[str]) -> dict[str, Any]:
@@ -83,24 +88,30 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
 
     unsynced_task: type[AbsTask]
     key_defaults: Mapping[str, Any]
+    epoch_offset: int
+    has_announced = False
 
     @classmethod
     def get_parser(cls) -> argparse.ArgumentParser:
-        """Add the keys to the task's own parser."""
+        """Add the keys to the task's own parser, and check them as soon as they are read."""
         parser: argparse.ArgumentParser = super().get_parser()
         _add_keys(parser.add_argument_group("epoch_sync related"), cls.key_defaults)
+        parse = parser.parse_known_args
+
+        def parse_and_check(*words: Any, **options: Any) -> tuple[Any, list[str]]:
+            args, rest = parse(*words, **options)
+            _check_keys(args)
+            return args, rest
+
+        # NOTE: ESPnet2's parser takes values from a YAML as they are, whatever an argument's
+        # type, and Lightning's command calls nothing of the task before it builds the model.
+        parser.parse_known_args = parse_and_check  # type: ignore[method-assign]
         return parser
 
     @classmethod
     def check_required_command_args(cls, args: argparse.Namespace) -> None:
-        """Refuse bad values; `main` calls this before it reads data or builds a model."""
-        for mode, prefix in _PREFIXES.items():
-            try:
-                policy, _ = _read_options(args, mode)
-            except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
-                sys.stderr.write(f"espnet_sync: error: {error}\n")
-                sys.exit(2)
-            setattr(args, f"{prefix}epoch_sync", policy)
+        """Refuse bad values of a Namespace that no parser has read."""
+        _check_keys(args)
         super().check_required_command_args(args)
 
     @classmethod
@@ -111,19 +122,44 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         mode: str,
         kwargs: dict[str, Any] | None = None,
     ) -> AbsIterFactory:
-        """Wrap the factory of one mode."""
+        """Wrap the factory of one mode, but not those of a multiple iterator's splits."""
         inner = super().build_iter_factory(args, distributed_option, mode, kwargs)
-        return _wrap(inner, args, mode)
+        is_split = kwargs is not None and mode == "train" and args.multiple_iterator
+        return inner if is_split else _wrap(cls, inner, args, mode)
 
     @classmethod
     def build_multiple_iter_factory(
         cls, args: argparse.Namespace, distributed_option: DistributedOption, mode: str
     ) -> AbsIterFactory:
         """Wrap the factory over all splits."""
-        # NOTE: called on the unsynced task, so that the factories of the splits stay plain and
-        # the whole is wrapped once, outermost.
-        inner = cls.unsynced_task.build_multiple_iter_factory(args, distributed_option, mode)
-        return _wrap(inner, args, mode)
+        inner = super().build_multiple_iter_factory(args, distributed_option, mode)
+        return _wrap(cls, inner, args, mode)
+
+
+class _TaskIterator(EpochSyncIterator):
+    """An epoch of an ESPnet2 run: one without a batch is an error.
+
+    NOTE: ESPnet2's Trainer would go on, and fail after the epoch on a missing `valid.loss`.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches, as `EpochSyncIterator.__iter__` does.
+
+        Raises:
+            EmptyRankError: If the pass has ended with no batch, on every rank.
+        """
+        yield from super().__iter__()
+        report = self.report
+        if report is not None and report.batches == 0 and report.ended_by:
+            ranks = report.ended_by
+            raise EmptyRankError(
+                f"{place(report.label, report.epoch)} has no batch: {name_ranks(ranks)} "
+                f"{'has' if len(ranks) == 1 else 'have'} none. Is the {self.label} set too small "
+                "for this many ranks or this batch size, or is every utterance shorter than the "
+                "chunks? Take fewer ranks, a smaller batch_size or valid_batch_size, a smaller "
+                "chunk_length, or more data.",
+                ranks=ranks,
+            )
 
 
 def _add_keys(
@@ -147,8 +183,17 @@ def _add_keys(
         )
 
 
+def _synced(task: type[AbsTask], defaults: Mapping[str, Any], epoch_offset: int) -> type[AbsTask]:
+    if issubclass(task, _SyncedTask):
+        defaults = {**task.key_defaults, **defaults}
+        task = task.unsynced_task
+    changed = {key: value for key, value in defaults.items() if value != KEYS[key]}
+    frozen = json.dumps(changed, sort_keys=True)
+    return _make_class(task, frozen, epoch_offset)  # type: ignore[arg-type]  # it can be hashed
+
+
 @cache
-def _make_class(task: type[AbsTask], defaults: str) -> type[AbsTask]:
+def _make_class(task: type[AbsTask], defaults: str, epoch_offset: int) -> type[AbsTask]:
     """Make the class once for each task and set of defaults (as JSON, which can be a key)."""
     metaclass = type("SyncedTaskType", (type(task),), {})
     # NOTE: pickle finds a class by its name, which leads to the task; a metaclass of its own
@@ -163,14 +208,25 @@ def _make_class(task: type[AbsTask], defaults: str) -> type[AbsTask]:
             "__doc__": task.__doc__,
             "unsynced_task": task,
             "key_defaults": {**KEYS, **json.loads(defaults)},
+            "epoch_offset": epoch_offset,
         },
     )
     return made
 
 
 def _reduce_class(made: type[_SyncedTask]) -> tuple[Any, ...]:
-    changed = {key: value for key, value in made.key_defaults.items() if value != KEYS[key]}
-    return _make_class, (made.unsynced_task, json.dumps(changed, sort_keys=True))
+    return _synced, (made.unsynced_task, made.key_defaults, made.epoch_offset)
+
+
+def _check_keys(args: argparse.Namespace) -> None:
+    """Leave with exit code 2 where a key has a bad value; write policies as words."""
+    for mode, prefix in _PREFIXES.items():
+        try:
+            policy, _ = _read_options(args, mode)
+        except (TypeError, ValueError) as error:
+            sys.stderr.write(f"espnet_sync: error: {error}\n")
+            sys.exit(2)
+        setattr(args, f"{prefix}epoch_sync", policy)
 
 
 def _read_options(args: argparse.Namespace, mode: str) -> tuple[str, SyncOptions]:
@@ -188,11 +244,23 @@ def _read_options(args: argparse.Namespace, mode: str) -> tuple[str, SyncOptions
     return policy, conf_options(conf_key, conf, "shortest" if policy == "none" else policy)
 
 
-def _wrap(inner: AbsIterFactory, args: argparse.Namespace, mode: str) -> AbsIterFactory:
+def _wrap(
+    cls: type[_SyncedTask], inner: AbsIterFactory, args: argparse.Namespace, mode: str
+) -> AbsIterFactory:
     """Wrap a train or valid factory. Never plot_att's: ESPnet2 iterates it on rank 0 alone."""
-    if mode not in _PREFIXES:
+    policies = {mode: _read_options(args, mode)[0] for mode in _PREFIXES}
+    if policies.get(mode, "none") == "none":
         return inner
-    policy, options = _read_options(args, mode)
-    if policy == "none":
-        return inner
-    return SyncedIterFactory(inner, **{**asdict(options), "label": mode})
+    options = {
+        **asdict(_read_options(args, mode)[1]),
+        "label": mode,
+        "epoch_offset": cls.epoch_offset,
+    }
+    factory = SyncedIterFactory(inner, iterator_class=_TaskIterator, **options)
+    if not cls.has_announced:
+        cls.has_announced = True
+        factory.announcement = (
+            f"espnet_sync {__version__} ends the ranks' epochs together: "
+            + ", ".join(f"{mode} {policy}" for mode, policy in policies.items())
+        )
+    return factory

@@ -10,7 +10,15 @@ import torch.distributed
 
 #: Written by libraries for themselves, once a process.
 _LIBRARY_VARIABLES = {"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "PYTEST_CURRENT_TEST"}
-_IGNORED = {".git", ".venv", "__pycache__", ".pytest_cache", ".hypothesis", ".mypy_cache"}
+_IGNORED = {
+    ".git",
+    ".venv",
+    "__pycache__",
+    ".pytest_cache",
+    ".hypothesis",
+    ".mypy_cache",
+    ".ruff_cache",
+}
 _ROOT = Path(__file__).parent.parent
 
 

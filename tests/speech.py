@@ -1,0 +1,230 @@
+"""Small sets of real speech in ESPnet2's form, and training commands over them, each bounded."""
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import yaml
+
+#: AN4 (Carnegie Mellon University, free for any use), out of espnet's own wheel.
+ARCHIVE = "mini_an4/esp2_asr/downloads.tar.gz"
+SAMPLE_RATE = 16000
+#: Seconds that a command may take before it is ended, with its output shown.
+DEADLINE = 240.0
+#: Utterances of each set.
+NUMBERS = {"train": 10, "valid": 5}
+#: The runner, as a recipe calls it, from beside the Python that runs the tests.
+RUNNER = str(Path(sys.executable).parent / "espnet_sync")
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python")
+ON_CPU_RANKS = (
+    *("--ngpu", "0", "--multiprocessing_distributed", "false", "--dist_backend", "gloo"),
+    *("--dist_launcher", "none"),
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code, and what it wrote to both streams."""
+
+    code: int
+    output: str
+
+    def lines(self, pattern: str) -> list[str]:
+        """Return what a regular expression finds, line by line."""
+        return re.findall(pattern, self.output, flags=re.MULTILINE)
+
+
+def run(
+    command: Sequence[str],
+    folder: Path,
+    deadline: float = DEADLINE,
+    **variables: str,
+) -> Ended:
+    """Run a command in a process group of its own, all of which ends at the deadline.
+
+    Raises:
+        AssertionError: If it is not done by then; with its output.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    with open(folder / "command.log", "wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            process.wait(deadline)
+            late = False
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    output = (folder / "command.log").read_text(errors="replace")
+    assert not late, f"not done after {deadline} s: {' '.join(command)}\n{output[-8000:]}"
+    return Ended(process.returncode, output)
+
+
+def train(
+    module: str,
+    folder: Path,
+    config: dict[str, Any],
+    *words: str,
+    ranks: int = 2,
+    runner: Sequence[str] = (RUNNER,),
+    output: str = "exp",
+) -> Ended:
+    """Run a training command on CPU ranks that torchrun starts, and expect it to succeed.
+
+    Args:
+        module: What follows `-m`.
+        folder: Where it runs.
+        config: Its YAML.
+        *words: Further words of its command line.
+        ranks: How many; with 1 there is no torchrun.
+        runner: What stands where a recipe has `${python}`.
+        output: The experiment's folder, in `folder`.
+    """
+    (folder / f"{output}.yaml").write_text(yaml.safe_dump(config))
+    command = [*runner, "-m", module, "--config", f"{output}.yaml", "--output_dir", output, *words]
+    if ranks > 1:
+        command = [*TORCHRUN, f"--nproc_per_node={ranks}", *command, *ON_CPU_RANKS]
+    ended = run(command, folder)
+    assert ended.code == 0, f"exit code {ended.code}: {' '.join(command)}\n{ended.output[-8000:]}"
+    return ended
+
+
+# --- The speech -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One recording: its name, speaker, words and 16-bit samples at 16 kHz."""
+
+    name: str
+    speaker: str
+    words: str
+    samples: np.ndarray
+
+
+def read_speech() -> list[Utterance]:
+    """Return the utterances of mini AN4, train and test together, by name."""
+    spec = importlib.util.find_spec("egs3")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    words: dict[str, str] = {}
+    sounds: dict[str, tuple[str, np.ndarray]] = {}
+    with tarfile.open(Path(spec.submodule_search_locations[0]) / ARCHIVE) as archive:
+        for member in archive:
+            path = Path(member.name)
+            file = archive.extractfile(member)
+            if file is None or path.suffix not in (".sph", ".transcription"):
+                continue
+            if path.suffix == ".sph":
+                samples, rate = soundfile.read(file, dtype="int16")
+                assert rate == SAMPLE_RATE
+                sounds[path.stem] = (path.parent.name, samples)
+                continue
+            for line in file.read().decode().splitlines():
+                said, _, name = line.rpartition(" ")
+                words[name.strip("()")] = said.removeprefix("<s> ").removesuffix(" </s>")
+    return [
+        Utterance(name, speaker, words[name], samples)
+        for name, (speaker, samples) in sorted(sounds.items())
+        if name in words
+    ]
+
+
+def write_speech(folder: Path) -> Path:
+    """Write sets `train` and `valid` as a recipe leaves them, and a list of characters.
+
+    Each set has `wav.scp` (with `ref.scp`, the same without the noise), `text`, `utt2spk`,
+    `category2utt` (by speaker) and the shapes that collecting statistics gives. An utterance
+    comes several times, cut to other lengths: chunk iterators make of it unequal ranks.
+
+    Args:
+        folder: Where; `folder/tokens` is the list.
+    """
+    speech = read_speech()
+    random = np.random.default_rng(0)
+    characters: set[str] = set()
+    for part, number in NUMBERS.items():
+        place = folder / part
+        place.mkdir(parents=True)
+        files: dict[str, list[str]] = {}
+        categories: dict[str, list[str]] = {}
+        for index in range(number):
+            said = speech[index % len(speech)]
+            name = f"{said.speaker}-{part}{index:02}"
+            whole = said.samples
+            samples = whole[: len(whole) - index * len(whole) // (4 * number)]
+            noise = random.normal(scale=200, size=len(samples))
+            for kind, sound in (("wav", samples + noise), ("ref", samples)):
+                soundfile.write(
+                    place / f"{name}.{kind}.wav", sound.astype(np.int16), SAMPLE_RATE
+                )
+                files.setdefault(f"{kind}.scp", []).append(f"{name} {place / name}.{kind}.wav")
+            files.setdefault("text", []).append(f"{name} {said.words}")
+            files.setdefault("utt2spk", []).append(f"{name} {said.speaker}")
+            files.setdefault("utt2lang", []).append(f"{name} {said.speaker}")
+            files.setdefault("speech_shape", []).append(f"{name} {len(samples)}")
+            files.setdefault("text_shape", []).append(f"{name} {len(said.words)}")
+            categories.setdefault(said.speaker, []).append(name)
+            characters |= set(said.words)
+        for file, lines in files.items():
+            (place / file).write_text("".join(f"{line}\n" for line in sorted(lines)))
+        for file in ("category2utt", "spk2utt", "lang2utt"):
+            rows = [f"{speaker} {' '.join(names)}\n" for speaker, names in sorted(categories.items())]
+            (place / file).write_text("".join(rows))
+    tokens = ["<blank>", "<unk>", *sorted(characters - {" "}), "<space>", "<sos/eos>"]
+    (folder / "tokens").write_text("".join(f"{token}\n" for token in tokens))
+    return folder
+
+
+def data_words(folder: Path, sources: dict[str, str], shapes: Sequence[str]) -> list[str]:
+    """Return the words of a command line that hand both sets over.
+
+    Args:
+        folder: What `write_speech` filled.
+        sources: From a file to what ESPnet2 calls it and its type: `{"text": "text,text"}`.
+        shapes: The files of shapes.
+    """
+    words = []
+    for part in NUMBERS:
+        for file, name in sources.items():
+            words += [f"--{part}_data_path_and_name_and_type", f"{folder / part / file},{name}"]
+        for shape in shapes:
+            words += [f"--{part}_shape_file", f"{folder / part / shape}"]
+    return words
+
+
+#: What all the trainings below share.
+TWO_EPOCHS: dict[str, Any] = {
+    "max_epoch": 2,
+    "num_workers": 0,
+    "seed": 0,
+    "num_att_plot": 0,
+    "use_tensorboard": False,
+    "keep_nbest_models": 1,
+    "log_interval": 1,
+    "batch_size": 4,
+    "valid_batch_size": 2,
+    "optim": "adam",
+    "optim_conf": {"lr": 1.0e-3},
+}
