@@ -7,9 +7,12 @@ of its start and no more: nothing here imports torch before it must.
 """
 
 import importlib
+import importlib.util
 import os
 import re
+import shlex
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     options, rest = split_runner_options(argv)
     flags, command = split_interpreter_flags(rest)
     module = training_module(command)
-    if module is None:
+    if module is None or not is_guarded(module):
         # NOTE: a recipe puts the same words, options and all, before every command.
         os.execv(sys.executable, [sys.executable, *rest])
     if flags:
@@ -111,6 +114,24 @@ def training_module(words: list[str]) -> str | None:
     return words[1]
 
 
+def is_guarded(name: str) -> bool:
+    """Return whether importing a module runs nothing, as far as its text tells.
+
+    A module without `if __name__ == "__main__":` would run when it is imported, unsynced, and
+    once more when it is handed to Python.
+    """
+    sys.path[0] = os.getcwd()
+    try:
+        spec = importlib.util.find_spec(name)
+    except ImportError:
+        return False
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return False
+    with open(spec.origin, encoding="utf-8", errors="replace") as file:
+        text = file.read()
+    return bool(re.search(r"^if\b.*(__name__.*__main__|__main__.*__name__)", text, re.MULTILINE))
+
+
 def run_training(name: str, options: list[tuple[str, str]], words: list[str]) -> None:
     """Run a training module's `main` with the tasks in its namespace synced.
 
@@ -119,14 +140,42 @@ def run_training(name: str, options: list[tuple[str, str]], words: list[str]) ->
         options: The runner's options, with their values as text.
         words: The command line from `-m` on, for where the module turns out not to be one.
     """
-    sys.path[0] = os.getcwd()
-    # ESPnet2 prints the command line from this when it starts.
-    sys.argv = [sys.argv[0], *words]
+    line = [sys.argv[0], *(f"--{option}={value}" for option, value in options), *words]
     module = importlib.import_module(name)
     if not sync_tasks(module, read_options(options)):
         os.execv(sys.executable, [sys.executable, *words])
+    if not hasattr(module, "main"):
+        fail(
+            f"{name} holds an ESPnet2 task and no function main(): move what follows its "
+            "`if __name__ == '__main__':` into one"
+        )
+    keep_command_line(module, line)
     sys.argv = [str(module.__file__), *words[2:]]
     module.main()
+
+
+def keep_command_line(module: ModuleType, line: list[str]) -> None:
+    """Have ESPnet2 print, and Lightning start its other ranks by, the runner's command line.
+
+    Args:
+        module: The module of a training command.
+        line: What `sys.argv` is to be for it.
+    """
+    from espnet2.tasks import abs_task
+
+    printed = [sys.executable, "-m", "espnet_sync", *line[1:]]
+    abs_task.get_commandline_args = partial(shlex.join, printed)
+    if hasattr(module, "task_choices") and hasattr(module, "get_parser"):
+        get_parser = module.get_parser
+
+        def get_task_parser(*args: Any) -> Any:
+            parser = get_parser(*args)
+            # Nothing but Lightning's launcher reads it from here on: the task's words are
+            # handed to this parser.
+            sys.argv = line
+            return parser
+
+        module.get_parser = get_task_parser  # type: ignore[attr-defined]
 
 
 def read_options(options: list[tuple[str, str]]) -> dict[str, Any]:

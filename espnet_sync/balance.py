@@ -4,9 +4,10 @@ import copy
 import hashlib
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from espnet2.iterators.sequence_iter_factory import RawSampler, SequenceIterFact
 
 #: What ESPnet2's chunk iterators take for data that comes without a sampling rate, in Hz.
 ASSUMED_SAMPLING_RATE = 16000
+#: Of a range of chunk lengths, so many are looked at: a range of seconds holds thousands.
+MOST_WIDTHS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +106,8 @@ class ChunkOptions:
 
         Returns:
             np.ndarray: Chunks, float64 of shape (utterances,): whole numbers with one chunk
-            length, and the expected ones where it is drawn from several.
+            length, and the expected ones where it is drawn from several (from a wide range,
+            those expected of 256 lengths in it).
 
         Raises:
             ValueError: If chunks would follow one another by less than a sample.
@@ -116,7 +120,7 @@ class ChunkOptions:
         samples = np.asarray(lengths, dtype=np.int64)
         total = np.zeros_like(samples)
         choices = np.zeros_like(samples)
-        for width in self.widths(sampling_rate):
+        for width in _thin_out(self.widths(sampling_rate), MOST_WIDTHS):
             # ESPnet2 compares before it cuts the width down, and leaves out equal lengths.
             longer = samples > width
             choices += longer
@@ -161,8 +165,8 @@ class Corpus:
         categories: By utterance; None where the data comes without.
 
     Raises:
-        ValueError: If an utterance has a length but no sampling rate or category, where others
-            have one, or a length below 0 or a rate below 1.
+        ValueError: If there is no utterance, one has a length but no sampling rate or category
+            where others have one, a length is below 0 or a rate below 1.
 
     Examples:
         >>> Corpus(lengths={"a": 5, "b": 7}, sampling_rates={"a": 8000})
@@ -176,6 +180,8 @@ class Corpus:
     categories: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:  # noqa: D105
+        if not self.lengths:
+            raise ValueError("lengths has no utterance")
         for name, least in (("lengths", 0), ("sampling_rates", 1), ("categories", None)):
             values = getattr(self, name)
             if values is None:
@@ -211,20 +217,26 @@ class Deal:
     """Which rank takes which utterances. Made by `deal` or `deal_in_file_order`.
 
     Attributes:
-        utterances: Each rank's utterances, in order.
+        rows: Each rank's utterances, row by row: equally many rows on each rank, some of which
+            may be empty. A row is that rank's share of utterances with about as many chunks.
         batch_sizes: Each rank's batch size, in chunks.
-        num_samples: Utterances that each rank takes in an epoch, or None: all of them.
+        rows_per_epoch: Rows that each rank takes in an epoch, or None: all of them.
         batches: The batches expected from each rank in an epoch, if nothing is dropped: exact
             with one chunk length and all utterances.
         fingerprint: 56 bits that differ where the deal or anything it was made from differs;
             the same in every process.
     """
 
-    utterances: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[tuple[str, ...], ...], ...]
     batch_sizes: tuple[int, ...]
-    num_samples: tuple[int | None, ...]
+    rows_per_epoch: int | None
     batches: tuple[int, ...]
     fingerprint: int
+
+    @property
+    def utterances(self) -> list[list[str]]:
+        """Each rank's utterances, in order."""
+        return [[utterance for row in rows for utterance in row] for rows in self.rows]
 
     @property
     def dropped(self) -> float:
@@ -251,8 +263,8 @@ def deal(options: ChunkOptions, corpus: Corpus) -> Deal:
 
     Utterances are dealt by their number of chunks, most chunks first, in rows that give each
     rank its share of the batch. In a row the rank that is furthest behind takes the utterance
-    with most chunks: while ranks are level, rows alternate in direction. Each rank's list keeps
-    the order of the rows, so that the ranks stay even also where an epoch takes a part of it.
+    with most chunks: while ranks are level, rows alternate in direction. Where an epoch takes a
+    part of the corpus, it takes the same rows on every rank, so that the ranks stay even.
 
     Utterances that ESPnet2 puts into caches of their own (by category, and by chunk width where
     sampling rates differ) are dealt one kind after another, so that each kind comes out even.
@@ -262,9 +274,9 @@ def deal(options: ChunkOptions, corpus: Corpus) -> Deal:
         corpus: The utterances. Their order matters among those with equally many chunks.
 
     Returns:
-        Deal: Each utterance is in exactly one rank's list. `num_samples` is each rank's share
-        of `world_size * num_samples_per_epoch`: ESPnet2 gives every rank equally many
-        utterances, also where their batch sizes differ.
+        Deal: Each utterance is in exactly one rank's rows. `rows_per_epoch` makes
+        `world_size * num_samples_per_epoch` utterances of all ranks, to the next whole row, and
+        gives each its share; ESPnet2 gives all equally many, also where batch sizes differ.
 
     Raises:
         ValueError: If chunks would follow one another by less than a sample.
@@ -273,7 +285,7 @@ def deal(options: ChunkOptions, corpus: Corpus) -> Deal:
         >>> corpus = Corpus(lengths={"a": 90, "b": 10, "c": 30, "d": 50, "e": 70, "f": 60})
         >>> options = ChunkOptions(world_size=2, batch_size=4, chunk_length=10)
         >>> deal(options, corpus).utterances
-        (('a', 'd', 'b'), ('e', 'f', 'c'))
+        [['a', 'd', 'b'], ['e', 'f', 'c']]
     """
     counted = _count(options, corpus)
     hands = _Hands(options.batch_sizes)
@@ -281,13 +293,11 @@ def deal(options: ChunkOptions, corpus: Corpus) -> Deal:
         kind = sorted(kind, key=counted.chunks.__getitem__, reverse=True)
         for start in range(0, len(kind), hands.row):
             hands.deal_row(kind[start : start + hands.row], counted.chunks)
-    num_samples: list[int | None] = [None] * options.world_size
+    rows_per_epoch = None
     if options.num_samples_per_epoch is not None:
         total = options.world_size * options.num_samples_per_epoch
-        num_samples = [
-            max(1, round(total * size / options.batch_size)) for size in options.batch_sizes
-        ]
-    return _make_deal(options, corpus, counted, hands.utterances, num_samples)
+        rows_per_epoch = max(1, round(total / hands.row))
+    return _make_deal(options, corpus, counted, hands.rows, rows_per_epoch)
 
 
 def deal_in_file_order(options: ChunkOptions, corpus: Corpus) -> Deal:
@@ -307,12 +317,15 @@ def deal_in_file_order(options: ChunkOptions, corpus: Corpus) -> Deal:
         >>> corpus = Corpus(lengths={"a": 90, "b": 10, "c": 30})
         >>> options = ChunkOptions(world_size=2, batch_size=2, chunk_length=10)
         >>> deal_in_file_order(options, corpus).utterances
-        (('a', 'c'), ('b',))
+        [['a', 'c'], ['b']]
     """
     order = list(corpus.lengths)
-    utterances = [order[rank :: options.world_size] for rank in range(options.world_size)]
-    num_samples = [options.num_samples_per_epoch] * options.world_size
-    return _make_deal(options, corpus, _count(options, corpus), utterances, num_samples)
+    rows: list[list[tuple[str, ...]]] = [[] for _ in range(options.world_size)]
+    for start in range(0, len(order), options.world_size):
+        for rank, hand in enumerate(rows):
+            hand.append(tuple(order[start + rank : start + rank + 1]))
+    counted = _count(options, corpus)
+    return _make_deal(options, corpus, counted, rows, options.num_samples_per_epoch)
 
 
 def read_corpus(
@@ -379,7 +392,7 @@ def apply_deal(
         >>> options = ChunkOptions(world_size=2, batch_size=2, chunk_length=10)
         >>> factory = ChunkIterFactory(None, 1, [["b"]], chunk_length=10)
         >>> made, reason = apply_deal(deal(options, corpus), factory, rank=1)
-        >>> list(made.per_sample_iter_factory.sampler)
+        >>> list(made.per_sample_iter_factory.build_iter(epoch=1).batch_sampler)
         [['c'], ['b']]
     """
     if not isinstance(factory, ChunkIterFactory):
@@ -392,7 +405,7 @@ def apply_deal(
             f"its batch size is {factory.batch_size} on rank {rank}, where ESPnet2's own share "
             f"is {dealt.batch_sizes[rank]}"
         )
-    known = {utterance for hand in dealt.utterances for utterance in hand}
+    known = {utterance for rows in dealt.rows for row in rows for utterance in row}
     foreign = [utterance for (utterance,) in inner.sampler if utterance not in known]
     if foreign:
         return None, (
@@ -401,12 +414,60 @@ def apply_deal(
         )
     # NOTE: copied and not built anew, so that whatever else a factory holds stays as it is,
     # also in subclasses and in later versions of ESPnet2.
-    inner = copy.copy(inner)
-    inner.sampler = RawSampler([[utterance] for utterance in dealt.utterances[rank]])
-    inner.num_iters_per_epoch = dealt.num_samples[rank]
     made = copy.copy(factory)
-    made.per_sample_iter_factory = inner
+    made.per_sample_iter_factory = RowsIterFactory(inner, dealt.rows[rank], dealt.rows_per_epoch)
     return made, ""
+
+
+class RowsIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no types
+    """Build epochs of single utterances that are taken from a corpus row by row.
+
+    ESPnet2 shuffles a corpus before it takes an epoch's part of it, and lists of different
+    lengths come out in unrelated orders. All ranks have equally many rows, so they shuffle rows
+    alike and take the same ones.
+
+    Args:
+        inner: What ESPnet2 made; its data, seed and workers are kept.
+        rows: The utterances; an empty row is one.
+        rows_per_epoch: Rows that an epoch takes. None: all.
+
+    Examples:
+        >>> inner = SequenceIterFactory({"a": 1, "b": 2, "c": 3}, [["a"], ["b"], ["c"]])
+        >>> factory = RowsIterFactory(inner, [("c", "a"), ("b",)], rows_per_epoch=1)
+        >>> [list(factory.build_iter(epoch)) for epoch in (1, 2)]
+        [[tensor([3]), tensor([1])], [tensor([2])]]
+    """
+
+    def __init__(
+        self,
+        inner: SequenceIterFactory,
+        rows: Sequence[Sequence[str]],
+        rows_per_epoch: int | None,
+    ) -> None:
+        self.inner = inner
+        self.rows = copy.copy(inner)
+        self.rows.sampler = RawSampler(rows)
+        self.rows.num_iters_per_epoch = rows_per_epoch
+        # Its loaders say which rows an epoch takes, and load none.
+        self.rows.num_workers = 0
+
+    def build_iter(self, epoch: int, shuffle: bool | None = None) -> Iterable[Any]:
+        """Build an epoch's loader, as ESPnet2's chunk factory asks for it.
+
+        Args:
+            epoch: The epoch, from 1.
+            shuffle: Whether rows, and the epoch's utterances, are shuffled. None: as the
+                factory is set.
+
+        Returns:
+            Iterable: A `DataLoader` of single utterances.
+        """
+        rows = self.rows.build_iter(epoch, shuffle).batch_sampler
+        single = copy.copy(self.inner)
+        single.sampler = RawSampler([[utterance] for row in rows for utterance in row])
+        single.num_iters_per_epoch = None
+        loader: Iterable[Any] = single.build_iter(epoch, shuffle)
+        return loader
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,19 +488,19 @@ def _count(options: ChunkOptions, corpus: Corpus) -> _Counted:
     for utterance in corpus.lengths:
         by_rate.setdefault(corpus.sampling_rate(utterance), []).append(utterance)
     chunks: dict[str, float] = {}
-    widths: dict[int, tuple[int, ...]] = {}
+    shortest: dict[int, int] = {}
     for rate, utterances in by_rate.items():
         # A large corpus has far fewer lengths than utterances.
         lengths = sorted({corpus.lengths[utterance] for utterance in utterances})
         counts = dict(zip(lengths, options.count_chunks(lengths, rate).tolist(), strict=True))
         chunks.update((utterance, counts[corpus.lengths[utterance]]) for utterance in utterances)
-        widths[rate] = tuple(options.widths(rate))
-    kinds: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        shortest[rate] = min(options.widths(rate))
+    kinds: dict[tuple[str, int], list[str]] = {}
     for utterance, length in corpus.lengths.items():
-        width = widths[corpus.sampling_rate(utterance)]
-        # Those shorter than every width are kept whole, if at all, in a cache of their own.
-        kind = (corpus.category(utterance), width if length > min(width) else ())
-        kinds.setdefault(kind, []).append(utterance)
+        width = shortest[corpus.sampling_rate(utterance)]
+        if length <= width and not options.discard_short_samples:
+            width = 0  # Kept whole, in a cache of their own.
+        kinds.setdefault((corpus.category(utterance), width), []).append(utterance)
     return _Counted(chunks, list(kinds.values()))
 
 
@@ -450,27 +511,30 @@ class _Hands:
         divisor = math.gcd(*batch_sizes)
         self._shares = [size // divisor for size in batch_sizes]
         self.row = sum(self._shares)
-        self.utterances: list[list[str]] = [[] for _ in batch_sizes]
+        self.rows: list[list[tuple[str, ...]]] = [[] for _ in batch_sizes]
+        self._utterances = [0] * len(batch_sizes)
         self._chunks = [0.0] * len(batch_sizes)
 
     def deal_row(self, row: Sequence[str], chunks: Mapping[str, float]) -> None:
         """Deal one row, most chunks first, each to the rank that is furthest behind."""
         # A row that does not go round evens out the number of utterances first.
         whole = len(row) == self.row
-        left = list(self._shares)
-        behind = [self._place(rank, whole) for rank in range(len(left))]
+        hands: list[list[str]] = [[] for _ in self._shares]
+        behind = [self._place(rank, whole) for rank in range(len(hands))]
         heapq.heapify(behind)
         for utterance in row:
             *_, rank = heapq.heappop(behind)
-            self.utterances[rank].append(utterance)
+            hands[rank].append(utterance)
+            self._utterances[rank] += 1
             self._chunks[rank] += chunks[utterance]
-            left[rank] -= 1
-            if left[rank]:
+            if len(hands[rank]) < self._shares[rank]:
                 heapq.heappush(behind, self._place(rank, whole))
+        for rows, hand in zip(self.rows, hands, strict=True):
+            rows.append(tuple(hand))
 
     def _place(self, rank: int, whole: bool) -> tuple[float, float, int]:
         share = self._shares[rank]
-        held = 0.0 if whole else len(self.utterances[rank]) / share
+        held = 0.0 if whole else self._utterances[rank] / share
         return held, self._chunks[rank] / share, rank
 
 
@@ -478,34 +542,27 @@ def _make_deal(
     options: ChunkOptions,
     corpus: Corpus,
     counted: _Counted,
-    utterances: Sequence[Sequence[str]],
-    num_samples: Sequence[int | None],
+    rows: Sequence[Sequence[tuple[str, ...]]],
+    rows_per_epoch: int | None,
 ) -> Deal:
+    part = 1.0 if rows_per_epoch is None else rows_per_epoch / len(rows[0])
     kind_of = {one: number for number, kind in enumerate(counted.kinds) for one in kind}
     batches = []
-    for hand, size, samples in zip(utterances, options.batch_sizes, num_samples, strict=True):
-        totals: dict[int, float] = {}
-        for utterance in hand:
-            kind = kind_of[utterance]
-            totals[kind] = totals.get(kind, 0.0) + counted.chunks[utterance]
-        part = 1.0 if samples is None or not hand else samples / len(hand)
+    digest = hashlib.blake2b(f"{options}".encode(), digest_size=7)
+    for rank, hand in enumerate(rows):
+        chunks = [0.0] * len(counted.kinds)
+        for number, row in enumerate(hand):
+            for utterance in row:
+                chunks[kind_of[utterance]] += counted.chunks[utterance]
+                rate, category = corpus.sampling_rate(utterance), corpus.category(utterance)
+                facts = (rank, number, utterance, corpus.lengths[utterance], rate, category)
+                digest.update(f"{facts}\n".encode())
         # ESPnet2 drops what does not fill a last batch of each kind.
-        batches.append(sum(int(total * part / size) for total in totals.values()))
-    digest = hashlib.blake2b(repr(options).encode(), digest_size=7)
-    for rank, hand in enumerate(utterances):
-        digest.update(f"rank {rank} {num_samples[rank]}\n".encode())
-        for utterance in hand:
-            facts = (
-                utterance,
-                corpus.lengths[utterance],
-                corpus.sampling_rate(utterance),
-                corpus.category(utterance),
-            )
-            digest.update(f"{facts}\n".encode())
+        batches.append(sum(int(each * part / options.batch_sizes[rank]) for each in chunks))
     return Deal(
-        utterances=tuple(map(tuple, utterances)),
+        rows=tuple(map(tuple, rows)),
         batch_sizes=options.batch_sizes,
-        num_samples=tuple(num_samples),
+        rows_per_epoch=rows_per_epoch,
         batches=tuple(batches),
         fingerprint=int.from_bytes(digest.digest(), "big"),
     )
@@ -526,6 +583,14 @@ def _read_chunk_lengths(text: int | str) -> tuple[int, ...]:
             "'300,400', or a range such as '300-400'"
         )
     return tuple(lengths)
+
+
+def _thin_out(widths: list[int], most: int) -> list[int]:
+    """Return the widths, or as many as `most` of them, evenly spread, with both ends."""
+    if len(widths) <= most:
+        return widths
+    ordered = sorted(widths)
+    return [ordered[index * (len(ordered) - 1) // (most - 1)] for index in range(most)]
 
 
 class _UnreadableError(Exception):

@@ -522,7 +522,8 @@ def describe_failure(
         'at batch 3: ValueError: no such wav (last good utterances: utt1, utt2)'
     """
     try:
-        message = str(error)[:2000]
+        # Leaves room for the frames and ids in what one exchange carries.
+        message = str(error).encode("utf-8", "replace")[:2400].decode("utf-8", "ignore")
     except Exception as unreadable:
         message = f"(its text can't be had: {type(unreadable).__name__})"
     frames = traceback.extract_tb(error.__traceback__)

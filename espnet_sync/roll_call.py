@@ -404,8 +404,9 @@ class Meeting:
         """
         failed = Roll(self._store, "failed", self._world_size)
         tried = Roll(self._store, "tried", self._world_size)
+        group = None
         try:
-            destroy_group(make_gloo_group(PROBE_SECONDS))
+            group = make_gloo_group(PROBE_SECONDS)
         except Exception as error:
             self._store.set(f"failure/{self._rank}", str(error).strip().splitlines()[0])
             failed.sign(self._rank)
@@ -417,6 +418,9 @@ class Meeting:
                 self._store.set_once("outcome", outcome)
             else:
                 time.sleep(0.05)
+        if group is not None:
+            # NOTE: not before all are done: a rank may still be connecting to this one.
+            destroy_group(group)
         return self._store.get("outcome").strip()
 
     def _describe(self, failed: set[int], missing: tuple[int, ...]) -> str:

@@ -3,11 +3,11 @@
 import argparse
 import copyreg
 import json
-import logging
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from espnet2.iterators.abs_iter_factory import AbsIterFactory
@@ -215,7 +215,24 @@ def _make_class(task: type[AbsTask], defaults: str, epoch_offset: int) -> type[A
 
 
 def _reduce_class(made: type[_SyncedTask]) -> tuple[Any, ...]:
-    return _synced, (made.unsynced_task, made.key_defaults, made.epoch_offset)
+    task = made.unsynced_task
+    parts = (task.__module__, task.__qualname__, made.key_defaults, made.epoch_offset)
+    _find_and_sync(*parts)
+    return _find_and_sync, parts
+
+
+def _find_and_sync(
+    module: str, name: str, defaults: Mapping[str, Any], epoch_offset: int
+) -> type[AbsTask]:
+    """Make a pickled class again.
+
+    NOTE: pickle would refuse the task itself where the module that the runner runs defines it:
+    the synced class stands there in its place, as it does where this finds it in that process.
+    """
+    task: Any = import_module(module)
+    for part in name.split("."):
+        task = getattr(task, part)
+    return _synced(task, defaults, epoch_offset)
 
 
 def _check_keys(args: argparse.Namespace) -> None:

@@ -81,6 +81,10 @@ def run(
     return Ended(process.returncode, output)
 
 
+def write_config(file: Path, config: dict[str, Any]) -> None:
+    file.write_text(yaml.safe_dump(config))
+
+
 def train(
     module: str,
     folder: Path,
@@ -101,7 +105,7 @@ def train(
         runner: What stands where a recipe has `${python}`.
         output: The experiment's folder, in `folder`.
     """
-    (folder / f"{output}.yaml").write_text(yaml.safe_dump(config))
+    write_config(folder / f"{output}.yaml", config)
     command = [*runner, "-m", module, "--config", f"{output}.yaml", "--output_dir", output, *words]
     if ranks > 1:
         command = [*TORCHRUN, f"--nproc_per_node={ranks}", *command, *ON_CPU_RANKS]
@@ -176,9 +180,7 @@ def write_speech(folder: Path) -> Path:
             samples = whole[: len(whole) - index * len(whole) // (4 * number)]
             noise = random.normal(scale=200, size=len(samples))
             for kind, sound in (("wav", samples + noise), ("ref", samples)):
-                soundfile.write(
-                    place / f"{name}.{kind}.wav", sound.astype(np.int16), SAMPLE_RATE
-                )
+                soundfile.write(place / f"{name}.{kind}.wav", sound.astype(np.int16), SAMPLE_RATE)
                 files.setdefault(f"{kind}.scp", []).append(f"{name} {place / name}.{kind}.wav")
             files.setdefault("text", []).append(f"{name} {said.words}")
             files.setdefault("utt2spk", []).append(f"{name} {said.speaker}")
@@ -190,7 +192,9 @@ def write_speech(folder: Path) -> Path:
         for file, lines in files.items():
             (place / file).write_text("".join(f"{line}\n" for line in sorted(lines)))
         for file in ("category2utt", "spk2utt", "lang2utt"):
-            rows = [f"{speaker} {' '.join(names)}\n" for speaker, names in sorted(categories.items())]
+            rows = [
+                f"{speaker} {' '.join(names)}\n" for speaker, names in sorted(categories.items())
+            ]
             (place / file).write_text("".join(rows))
     tokens = ["<blank>", "<unk>", *sorted(characters - {" "}), "<space>", "<sos/eos>"]
     (folder / "tokens").write_text("".join(f"{token}\n" for token in tokens))
@@ -214,6 +218,25 @@ def data_words(folder: Path, sources: dict[str, str], shapes: Sequence[str]) -> 
     return words
 
 
+def write_splits(
+    speech: Path, folder: Path, sources: dict[str, str], shapes: Sequence[str]
+) -> list[str]:
+    """Split the train set in two as a recipe does, and return the words that hand all over.
+
+    Args:
+        speech: What `write_speech` filled.
+        folder: Where the splits are written, in `splits`.
+        sources: As in `data_words`.
+        shapes: As in `data_words`.
+    """
+    files = [str(speech / "train" / file) for file in (*sources, *shapes)]
+    command = [RUNNER, "-m", "espnet2.bin.split_scps", "--scps", *files]
+    ended = run([*command, "--num_splits", "2", "--output_dir", "splits"], folder)
+    assert ended.code == 0, ended.output
+    words = data_words(speech, sources, shapes)
+    return [word.replace(f"{speech / 'train'}", f"{folder / 'splits'}") for word in words]
+
+
 #: What all the trainings below share.
 TWO_EPOCHS: dict[str, Any] = {
     "max_epoch": 2,
@@ -228,3 +251,44 @@ TWO_EPOCHS: dict[str, Any] = {
     "optim": "adam",
     "optim_conf": {"lr": 1.0e-3},
 }
+
+#: A tiny transformer over characters; `--token_list` is still to be given.
+ASR: dict[str, Any] = {
+    **TWO_EPOCHS,
+    "token_type": "char",
+    "frontend_conf": {"n_fft": 512, "hop_length": 256, "n_mels": 20},
+    "encoder": "transformer",
+    "encoder_conf": {
+        "output_size": 8,
+        "attention_heads": 2,
+        "linear_units": 8,
+        "num_blocks": 1,
+        "input_layer": "conv2d",
+    },
+    "decoder": "transformer",
+    "decoder_conf": {"attention_heads": 2, "linear_units": 8, "num_blocks": 1},
+    # Counting errors needs a package that espnet does not install.
+    "model_conf": {"ctc_weight": 0.3, "report_cer": False, "report_wer": False},
+    "batch_type": "sorted",
+}
+ASR_SOURCES = {"wav.scp": "speech,sound", "text": "text,text"}
+
+#: A tiny mask over chunks of half a second, which give the ranks unequal numbers of batches.
+ENHANCEMENT: dict[str, Any] = {
+    **TWO_EPOCHS,
+    "encoder": "stft",
+    "encoder_conf": {"n_fft": 256, "hop_length": 128},
+    "decoder": "stft",
+    "decoder_conf": {"n_fft": 256, "hop_length": 128},
+    "separator": "rnn",
+    "separator_conf": {"num_spk": 1, "layer": 2, "unit": 8, "dropout": 0.2},
+    "model_conf": {"loss_type": "mask_mse"},
+    "criterions": [
+        {"name": "si_snr", "conf": {}, "wrapper": "fixed_order", "wrapper_conf": {"weight": 1.0}}
+    ],
+    "iterator_type": "chunk",
+    "chunk_length": 8000,
+    "chunk_shift_ratio": 0.5,
+    "num_cache_chunks": 64,
+}
+ENHANCEMENT_SOURCES = {"wav.scp": "speech_mix,sound", "ref.scp": "speech_ref1,sound"}

@@ -14,6 +14,7 @@ import torch.distributed
 from espnet2.iterators.abs_iter_factory import AbsIterFactory
 from torch.utils.data import DataLoader
 
+from espnet_sync import roll_call
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
 from espnet_sync.errors import (
     EmptyRankError,
@@ -882,6 +883,34 @@ def test_all_factories_share_one_group_whatever_their_timeouts() -> None:
         assert made == ["gloo", "gloo"]  # the one that is tried, and the one that stays
         assert batches == [[0, 1, 2]] * 10
         assert total == right_tail(2)
+
+
+def run_slow_connection(rank: int, world_size: int, folder: Path) -> Any:
+    """Let rank 1 be slow to make the group that is tried; gives who had made it at its end."""
+    make, destroy = roll_call.make_gloo_group, roll_call.destroy_group
+    seen: list[list[str]] = []
+
+    def slow_make(seconds: float) -> Any:
+        group = make(seconds)
+        if rank == 1:
+            time.sleep(1)
+        (folder / f"made by {rank}").touch()
+        return group
+
+    def noting_destroy(group: Any) -> None:
+        seen.append(sorted(path.name for path in folder.glob("made by *")))
+        destroy(group)
+
+    roll_call.make_gloo_group, roll_call.destroy_group = slow_make, noting_destroy
+    batches = [*numbers(3, backend="gloo").build_iter(1)]
+    return seen, batches, tail(rank)
+
+
+def test_the_group_that_is_tried_stays_until_every_rank_has_made_it(tmp_path: Path) -> None:
+    for seen, batches, total in run_ranks(3, run_slow_connection, tmp_path):
+        assert seen == [["made by 0", "made by 1", "made by 2"]]
+        assert batches == [0, 1, 2]
+        assert total == right_tail(3)
 
 
 def run_counted(rank: int, world_size: int) -> list[Any]:

@@ -49,7 +49,10 @@ def run_deaths(
     inner: Any = LoaderFactory(Endless()) if how.endswith("worker") else NumberFactory(1000)
     has_fault = rank in (*victims, busy)
     end = run_epoch(
-        partial(synced(lookahead, inner).build_iter, 1), rank, rank if has_fault else -1, have_fault
+        partial(synced(lookahead, inner).build_iter, 1),
+        rank,
+        rank if has_fault else -1,
+        have_fault,
     )
     # A survivor that left at once would hide whether the news travels.
     time.sleep(stay)

@@ -58,6 +58,7 @@ class End:
         at: When, by the host's clock.
         later: What came of everything that was tried afterwards.
         lines: What the rank logged, each with its level.
+
     """
 
     batches: tuple[int, ...]
@@ -264,7 +265,9 @@ def in_step(tmp_path_factory: pytest.TempPathFactory) -> Ends:
 
 def each(ends: Ends, fault: Fault) -> Iterator[tuple[int, int, int, End]]:
     """Yield victim, lookahead, rank and end for each run of a fault."""
-    found = [(key[1], key[2], everyones) for key, everyones in ends.items() if key[0] == name(fault)]
+    found = [
+        (key[1], key[2], everyones) for key, everyones in ends.items() if key[0] == name(fault)
+    ]
     assert {victim for victim, _, _ in found} == {0, 1}
     assert {lookahead for _, lookahead, _ in found} == {0, 4}
     for victim, lookahead, everyones in found:
@@ -417,7 +420,10 @@ def sleeps_past_the_timeout(rank: int, victim: int, lookahead: int, folder: Path
 def is_stopped_past_the_timeout(rank: int, victim: int, lookahead: int, folder: Path) -> End:
     pids = all_pids()
     end = lose(rank, victim, folder, synced(lookahead, timeout=TIMEOUT), stop_oneself)
+    (folder / f"ended.{rank}").touch()
     if rank == 2:
+        while not (folder / f"ended.{1 - victim}").exists():
+            time.sleep(0.05)
         wake(pids[victim], 0)
     return end
 
@@ -527,7 +533,7 @@ def assert_names_the_victim(victim: int, rank: int, end: End) -> None:
     else:
         assert f"lost rank {victim} after waiting" in str(end.error)
         assert "[train] epoch 1, pass 1, batch" in str(end.error)
-        assert TIMEOUT - 1 < end.error.waited
+        assert end.error.waited > TIMEOUT - 1
         assert end.at < TIMEOUT + within(3)
 
 

@@ -134,7 +134,7 @@ def fit(
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("lightning")
-    seen = run_ranks(2, fit_all, folder, deadline=240)
+    seen = run_ranks(2, fit_all, folder, deadline=240, group_timeout=120)
     assert [*folder.iterdir()] == []
     return seen
 

@@ -1,0 +1,1 @@
+"""What README quotes, measured: `python -m tests.benchmarks [NAME ...]`."""

@@ -1,0 +1,153 @@
+"""Two hosts, as network namespaces: the link between them goes down in mid-epoch."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from espnet_sync.errors import EpochSyncError
+from espnet_sync.synced_iter_factory import SyncedIterFactory
+from tests.factories import NumberFactory
+
+TIMEOUT = 6.0
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+
+
+def within(seconds: float) -> float:
+    """Return a bound of the contract with slack for two busy cores."""
+    return 2 * seconds + 3
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """Make two namespaces joined by a veth pair; gives their names, and those of the ends."""
+    spaces = (f"hosts{os.getpid()}a", f"hosts{os.getpid()}b")
+    ends = (f"v{os.getpid()}a", f"v{os.getpid()}b")
+    made = []
+    try:
+        for space in spaces:
+            ip("netns", "add", space)
+            made.append(space)
+        pair = ("type", "veth", "peer", "name", ends[1], "netns", spaces[1])
+        ip("link", "add", ends[0], "netns", spaces[0], *pair)
+        for space, end, address in zip(spaces, ends, ADDRESSES, strict=True):
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", end)
+            ip("-n", space, "link", "set", "lo", "up")
+            ip("-n", space, "link", "set", end, "up")
+        yield spaces, ends
+    finally:
+        for space in made:
+            ip("netns", "delete", space)
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    """Train some batches, then go on until the other host is out of reach; writes what it saw."""
+    port_file = folder / "port"
+    while rank and not port_file.exists():
+        time.sleep(0.05)
+    store = torch.distributed.TCPStore(
+        ADDRESSES[0],
+        int(port_file.read_text()) if rank else 0,
+        2,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=60),
+        wait_for_workers=False,
+    )
+    if rank == 0:
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(port_file)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600)
+    )
+    factory = SyncedIterFactory(
+        NumberFactory(1_000_000), label="train", timeout=TIMEOUT, backend="gloo"
+    )
+    total = torch.ones(1)
+    try:
+        for batch in factory.build_iter(1):
+            if batch < 5:
+                torch.distributed.all_reduce(total)
+            elif batch == 5:
+                (folder / f"trained.{rank}").touch()
+            else:
+                time.sleep(0.02)  # a step
+        seen: dict[str, Any] = {"error": "none"}
+    except EpochSyncError as error:
+        seen = {
+            "error": type(error).__name__,
+            "ranks": getattr(error, "ranks", None),
+            "message": str(error),
+        }
+    seen |= {"at": time.time(), "total": total.item()}
+    (folder / f"seen.{rank}").write_text(json.dumps(seen))
+
+
+def start_rank(rank: int, space: str, end: str, folder: Path) -> subprocess.Popen[str]:
+    command = ["ip", "netns", "exec", space, sys.executable, "-m", __name__, str(rank)]
+    return subprocess.Popen(
+        [*command, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": end, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def did_not_run(why: str) -> None:
+    warnings.warn(f"THE TEST OF TWO HOSTS DID NOT RUN: {why}", stacklevel=2)
+
+
+def test_both_sides_of_a_link_that_goes_down_name_the_other(tmp_path: Path) -> None:
+    if os.geteuid() or not shutil.which("ip"):
+        return did_not_run("it needs root and iproute2 (apt-get install iproute2)")
+    with contextlib.ExitStack() as stack:
+        try:
+            spaces, ends = stack.enter_context(two_hosts())
+        except subprocess.CalledProcessError as error:
+            return did_not_run(f"{error.cmd}: {error.stderr}")
+        cut_and_look(spaces, ends, tmp_path)
+
+
+def cut_and_look(spaces: tuple[str, str], ends: tuple[str, str], folder: Path) -> None:
+    processes = [start_rank(rank, spaces[rank], ends[rank], folder) for rank in (0, 1)]
+    try:
+        until = time.monotonic() + 60
+        while not all((folder / f"trained.{rank}").exists() for rank in (0, 1)):
+            assert all(process.poll() is None for process in processes), "a rank left early"
+            assert time.monotonic() < until, "the ranks did not come to train"
+            time.sleep(0.05)
+        ip("-n", spaces[0], "link", "set", ends[0], "down")
+        cut = time.time()
+        outputs = [process.communicate(timeout=TIMEOUT + 60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank in (0, 1):
+        assert processes[rank].returncode == 0, outputs[rank]
+        seen = json.loads((folder / f"seen.{rank}").read_text())
+        assert seen["total"] == 32, "the ranks trained together before"
+        assert seen["error"] == "PeerLostError", seen
+        assert seen["ranks"] == [1 - rank], seen
+        assert seen["at"] - cut < TIMEOUT + within(3), seen
+        assert "[train] epoch 1, pass 1, batch" in seen["message"]
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), Path(sys.argv[2]))
