@@ -549,7 +549,8 @@ class RankCheck:
             wait_for_workers=False,
         )
         try:
-            return connect(is_master=serves), connect(is_master=False)
+            same = connect(is_master=serves)
+            return same, same
         except RuntimeError as error:
             if not serves:
                 raise CheckFailedError(

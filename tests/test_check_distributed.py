@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from espnet2.train.distributed_utils import free_port
@@ -133,20 +133,21 @@ def test_the_options_of_espnet2s_launch_over_ssh_are_followed(tmp_path: Path) ->
 
 def test_a_wrong_interface_is_told_on_every_rank_at_once() -> None:
     words = ["--dist_init_method", f"tcp://localhost:{free_port()}"]
-    variables = {1: {"GLOO_SOCKET_IFNAME": "eth99"}}
+    # On the rank that serves the store, whose end would cut off the others.
+    variables = {0: {"GLOO_SOCKET_IFNAME": "eth99"}}
     before = time.monotonic()
     outcomes = try_ranks(3, check_on_rank, words, variables, initialise=False)
     assert time.monotonic() - before < AT_MOST
     failed_alike(
         outcomes,
-        "could not connect: rank 1 (",
+        "could not connect: rank 0 (",
         "GLOO_SOCKET_IFNAME=eth99)",
         "Set GLOO_SOCKET_IFNAME on every rank",
         f"{socket.gethostname()} (ranks 0, 1, 2): lo 127.0.0.1",
     )
     rows = rows_of(outcomes[0].output)
-    assert [words[1] for words in rows] == ["came", "failed", "came"]
-    assert rows[1][3:5] == ["eth99", "none"]
+    assert [words[1] for words in rows] == ["failed", "came", "came"]
+    assert rows[0][3:5] == ["eth99", "none"]
 
 
 def test_a_rank_that_never_comes_is_named_on_every_other_rank(tmp_path: Path) -> None:
@@ -208,3 +209,24 @@ def test_whatever_happens_a_rank_says_what_and_leaves(tmp_path: Path) -> None:
     failed_alike([occupied], "could not serve", "Set MASTER_PORT")
     failed_alike([folderless], "there is no folder", "file system that all hosts share")
     failed_alike([foreign], "--dist_init_method mpi://somewhere: must be env://")
+
+
+def die_on_rank(rank: int, world_size: int, words: list[str]) -> None:
+    """Run the command, and be killed in the midst of the agreements where the rank is 1."""
+    from espnet_sync import check
+
+    def numbers(self: check._Numbers, epoch: int, shuffle: bool | None = None) -> Iterator[int]:
+        yield from range(10)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        check._Numbers.build_iter = numbers  # type: ignore[method-assign]
+    check.leave(check.main(words))
+
+
+def test_a_rank_that_dies_on_the_way_is_named() -> None:
+    words = ["--dist_init_method", f"tcp://localhost:{free_port()}"]
+    outcomes = try_ranks(3, die_on_rank, words, initialise=False)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    failed_alike([outcomes[0], outcomes[2]], "could not make an agreement", "lost rank 1 ")
+    assert [words[1] for words in rows_of(outcomes[0].output)][1] == "came"

@@ -1,6 +1,7 @@
 """A synced training gives the losses of the plain one, to the last digit, also where it cuts."""
 
 import contextlib
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ def train_all(
 
     from espnet_sync.task import synced
 
+    # The harness starts its ranks as daemons, which may have no children: the loader's workers.
+    # Forked, as in a process that no harness started.
+    multiprocessing.current_process().daemon = False
+    multiprocessing.set_start_method("fork", force=True)
     figures: dict[tuple[str, int], Any] = {}
     for num_workers in (0, 2):
         runs: dict[str, list[str]] = {"plain": [], "default": []}

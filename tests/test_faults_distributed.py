@@ -113,10 +113,10 @@ class DyingDataset(Dataset[int]):
     def __init__(self, dies: bool) -> None:
         self.dies = dies
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # noqa: D105
         return BATCHES
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> int:  # noqa: D105
         if self.dies and index == AT:
             os._exit(1)
         return index
@@ -209,7 +209,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def all_pids() -> list[int]:
-    """Collective: every rank tells its process id."""
+    """Return all ranks' process ids; every rank calls this."""
     mine = torch.tensor([os.getpid()])
     pids = [torch.empty_like(mine) for _ in range(RANKS)]
     torch.distributed.all_gather(pids, mine)
@@ -610,10 +610,10 @@ def test_the_rank_that_serves_the_store_is_named_when_it_is_stopped(tmp_path: Pa
 class Endless(Dataset[int]):
     """Keeps its loader's worker alive."""
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # noqa: D105
         return 1000
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> int:  # noqa: D105
         return index
 
 

@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from espnet2.tasks.lm import LMTask
+from espnet2.train.distributed_utils import DistributedOption
 
+from espnet_sync.task import synced, synced_for_lightning
 from tests.speech import (
     ASR,
     ASR_SOURCES,
@@ -34,6 +37,14 @@ LIGHTNING: dict[str, Any] = {
 }
 
 
+#: `lightning_train` asks for a schedule and a logger.
+REQUIRED: dict[str, Any] = {
+    "scheduler": "warmuplr",
+    "scheduler_conf": {"warmup_steps": 10},
+    "use_tensorboard": True,
+}
+
+
 @pytest.fixture(scope="module")
 def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_speech(tmp_path_factory.mktemp("speech"))
@@ -43,7 +54,7 @@ def train(folder: Path, speech: Path, words: list[str], launcher: list[str]) -> 
     """Train two epochs of three steps with `lightning_train`."""
     (folder / "sitecustomize.py").write_text(SHOW_THE_LOG)
     (folder / "exp").mkdir()
-    config = {**ASR, "num_iters_per_epoch": 3, "lightning_conf": LIGHTNING}
+    config = {**ASR, **REQUIRED, "num_iters_per_epoch": 3, "lightning_conf": LIGHTNING}
     # Keys of ESPnet2's own trainer.
     config.pop("max_epoch")
     write_config(folder / "train.yaml", config)
@@ -81,11 +92,6 @@ def test_a_multiple_iterator_trains_under_torchrun(speech: Path, tmp_path: Path)
 
 
 def test_the_inner_factory_sees_epochs_from_1_and_epoch_0_is_a_seed_error(tmp_path: Path) -> None:
-    from espnet2.tasks.lm import LMTask
-    from espnet2.train.distributed_utils import DistributedOption
-
-    from espnet_sync.task import synced, synced_for_lightning
-
     (tmp_path / "text").write_text("".join(f"utt{number} abc\n" for number in range(8)))
     (tmp_path / "shape").write_text("".join(f"utt{number} 3\n" for number in range(8)))
     words = ["--train_data_path_and_name_and_type", f"{tmp_path / 'text'},text,text"]

@@ -262,7 +262,7 @@ def test_the_speaker_tasks_validation_gets_the_same_batches_twice(
     words = [*write_trials(speech, tmp_path), "--num_workers", "0", "--valid_batch_size", "4"]
     words += ["--valid_batch_type", "unsorted", "--valid_iterator_type", "sequence"]
     words += ["--iterator_type", "category", "--preprocessor", "spk"]
-    conf = "{target_duration: 0.1, sample_rate: 16000, num_eval: 2}"
+    conf = "{target_duration: 0.1, sample_rate: 16000, num_eval: 2, noise_info: []}"
     words += ["--preprocessor_conf", conf]
     for passes_of_rank in run_ranks(2, iterate_twice, words):
         first, second, *later = passes_of_rank

@@ -1,5 +1,6 @@
 """What each surviving rank sees of a fault, and after how long; beside it espnet3's class."""
 
+import importlib.util
 import multiprocessing
 import os
 import platform
@@ -16,7 +17,6 @@ import espnet2
 import torch
 import torch.distributed
 from espnet2.iterators.abs_iter_factory import AbsIterFactory
-from espnet3.components.data.epoch_sync_iterator import EpochSyncIterator as Espnet3Iterator
 from tabulate import tabulate
 from torch.utils.data import DataLoader, Dataset
 
@@ -62,14 +62,16 @@ class Batches(AbsIterFactory):
 
 
 class Loaded(Dataset[int]):
+    """The process that loads item `AT` dies, where the fault is that."""
+
     def __init__(self, clock: Clock, dies: bool) -> None:
         self._clock = clock
         self._dies = dies
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # noqa: D105
         return BATCHES
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> int:  # noqa: D105
         if self._dies and index == AT:
             self._clock.start()
             os._exit(1)
@@ -93,7 +95,22 @@ def ours(inner: AbsIterFactory, epoch: int, label: str = "train") -> Any:
 
 
 def espnet3s(inner: AbsIterFactory, epoch: int, label: str = "train") -> Any:
-    return Espnet3Iterator(partial(inner.build_iter, epoch))
+    return espnet3s_class()(partial(inner.build_iter, epoch))
+
+
+def espnet3s_class() -> Any:
+    """Return `espnet3.components.data.epoch_sync_iterator.EpochSyncIterator`.
+
+    NOTE: from its file, since importing the package takes some 10 s on every rank.
+    """
+    package = importlib.util.find_spec("espnet3")
+    assert package is not None and package.submodule_search_locations
+    file = Path(package.submodule_search_locations[0]) / "components/data/epoch_sync_iterator.py"
+    spec = importlib.util.spec_from_file_location("espnet3s_epoch_sync_iterator", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.EpochSyncIterator
 
 
 def kill() -> None:
