@@ -549,8 +549,7 @@ class RankCheck:
             wait_for_workers=False,
         )
         try:
-            same = connect(is_master=serves)
-            return same, same
+            return connect(is_master=serves), connect(is_master=False)
         except RuntimeError as error:
             if not serves:
                 raise CheckFailedError(

@@ -31,9 +31,11 @@ from espnet_sync.process_groups import (
 from espnet_sync.report import RankReport, SyncReport, count, name_ranks, place
 from espnet_sync.roll_call import RollCall, Waiting
 
-#: What `agree_length` takes and gives in place of a length.
+#: What `agree_length` takes and gives in place of a length. MIN lets a failure outrank a stop,
+#: and that what can't be told.
 UNSIZED = -1
-FAILED_TO_BUILD = -2
+STOPPED = -2
+FAILED_TO_BUILD = -3
 
 
 class Then(Enum):
@@ -221,15 +223,18 @@ class FactoryConsensus(Consensus, Protocol):
     def has_peers(self) -> bool:
         """Return whether there is more than one rank."""
 
-    def agree_length(self, length: int, failure: str) -> int:
+    def agree_length(self, length: int, failure: str, stop: bool = False) -> int:
         """Collective: every rank calls this in `build_iter`, where it has peers.
 
         Args:
             length: The batches that this rank's pass holds, `UNSIZED`, or `FAILED_TO_BUILD`.
             failure: In the last case: what happened, for the other ranks.
 
+            stop: Whether this rank asks that no further epoch starts.
+
         Returns:
-            int: The batches that every rank will yield, or `UNSIZED` if one rank can't tell.
+            int: The batches that every rank will yield, `UNSIZED` if one rank can't tell, or
+            `STOPPED` if one asks for it and none failed.
 
         Raises:
             PeerFailedError: If another rank's inner `build_iter` raised, and this one's did not.
@@ -379,10 +384,10 @@ class NamedFlagConsensus:
         """Return whether there is more than one rank."""
         return is_distributed() and NamedDefaultGroup().world_size > 1
 
-    def agree_length(self, length: int, failure: str) -> int:
+    def agree_length(self, length: int, failure: str, stop: bool = False) -> int:
         """Collective: see `FactoryConsensus.agree_length`."""
         group = NamedDefaultGroup()
-        lowest = group.min_number(length)
+        lowest = group.min_number(min(length, STOPPED) if stop else length)
         if lowest != FAILED_TO_BUILD:
             return lowest
         rows = group.gather([length])
@@ -533,12 +538,15 @@ class ControlConsensus:
         """Let no further pass start, after an error of this one."""
         self._refusal = error
 
-    def agree_length(self, length: int, failure: str) -> int:
+    def agree_length(self, length: int, failure: str, stop: bool = False) -> int:
         """Collective: see `FactoryConsensus.agree_length`. `longest` yields the longest."""
         failed = length == FAILED_TO_BUILD
         # NOTE: a length travels as a window of length + 1 batches, so that it is 0 where unsized.
         offer = Offer(
-            batches=0 if failed else length + 1, failed=failed, first_pass=length + 1, stop=False
+            batches=0 if failed else length + 1,
+            failed=failed,
+            first_pass=length + 1,
+            stop=stop and not failed,
         )
 
         def settle(numbers: list[int], waiting: Waiting) -> int:
@@ -551,6 +559,8 @@ class ControlConsensus:
                         self.options.label, self.epoch, None, tuple(reasons), reasons
                     )
                 return UNSIZED
+            if not numbers[2]:
+                return STOPPED
             if batches == 0:
                 return UNSIZED
             return (-numbers[1] if self.options.stop_at == "longest" else batches) - 1

@@ -176,7 +176,7 @@ class EpochSyncIterator:
         """
         self._stop_requested = True
 
-    def settle_length(self, agree: Callable[[int, str], int]) -> None:
+    def settle_length(self, agree: Callable[[int, str], int]) -> int:
         """Collective: every rank calls this, in `SyncedIterFactory.build_iter`.
 
         Builds a pass, asks it for its length, and makes what all ranks agree on the answer of
@@ -185,6 +185,9 @@ class EpochSyncIterator:
 
         Args:
             agree: The collective, `FactoryConsensus.agree_length`.
+
+        Returns:
+            int: What was agreed on.
 
         Raises:
             PeerFailedError: If building a pass failed on another rank.
@@ -207,7 +210,8 @@ class EpochSyncIterator:
             raise failure
         with self._worker_deaths.held_back():
             agreed = agree(UNSIZED if mine is None else mine, "")
-        self._lengths["agreed"] = None if agreed == UNSIZED else agreed
+        self._lengths["agreed"] = agreed if agreed >= 0 else None
+        return agreed
 
     def _iterate_alone(self, tally: Tally) -> Iterator[Any]:
         if self._stop_requested:

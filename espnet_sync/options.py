@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import math
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -13,7 +14,7 @@ BACKENDS = ("auto", "gloo", "default")
 #: Batches held ahead where the backend can hold any and nothing else is asked for.
 DEFAULT_LOOKAHEAD = 4
 #: What a config may set in `epoch_sync_conf`; the task sets the other options itself.
-CONF_KEYS = ("lookahead", "timeout", "warn_after", "backend")
+CONF_KEYS = ("lookahead", "timeout", "warn_after", "backend", "stop_signal")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +81,8 @@ class SyncOptions:
     def policy(self) -> str:
         """What must be equal on all ranks, as text."""
         return (
-            f"stop_at={self.stop_at}, lookahead={self.lookahead}, timeout={float(self.timeout):g}, "
-            f"warn_after={float(self.warn_after):g}, backend={self.backend}"
+            f"stop_at={self.stop_at}, lookahead={self.lookahead}, backend={self.backend}, "
+            f"timeout={float(self.timeout):g}, warn_after={float(self.warn_after):g}"
         )
 
     def _check_default_backend(self) -> None:
@@ -175,10 +176,47 @@ def conf_options(key: str, conf: object, policy: str) -> SyncOptions:
     if not isinstance(conf, Mapping):
         raise TypeError(f"{key}: must be a mapping such as {{timeout: 60}}, not {conf!r}")
     refuse_unknown(key, conf, CONF_KEYS)
+    options = {name: value for name, value in conf.items() if name != "stop_signal"}
     try:
-        return SyncOptions(stop_at=policy, **conf)
+        stop_signal(conf)
+        return SyncOptions(stop_at=policy, **options)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{key}: {error}") from None
+
+
+def stop_signal(conf: Mapping[str, Any]) -> signal.Signals | None:
+    """Read the key `stop_signal` of an `epoch_sync_conf`.
+
+    Args:
+        conf: The mapping.
+
+    Returns:
+        signal.Signals | None: The signal that ends training after an epoch; None where there is
+        none.
+
+    Raises:
+        TypeError: If the value is no str.
+        ValueError: If it names no signal that a process can handle.
+
+    Examples:
+        >>> stop_signal({"stop_signal": "USR1"}).name, stop_signal({})
+        ('SIGUSR1', None)
+    """
+    name = conf.get("stop_signal")
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise TypeError(f"stop_signal={name!r}: must be the name of a signal, such as USR1")
+    full = name.upper() if name.upper().startswith("SIG") else f"SIG{name.upper()}"
+    known = {
+        number.name for number in signal.valid_signals() if isinstance(number, signal.Signals)
+    }
+    if full not in known - {"SIGKILL", "SIGSTOP", "SIGCHLD"}:
+        raise ValueError(
+            f"stop_signal={name!r}: must name a signal that a process can handle, such as USR1, "
+            "USR2 or TERM"
+        )
+    return signal.Signals[full]
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -2,12 +2,17 @@
 
 import logging
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import espnet2
 from espnet2.iterators.abs_iter_factory import AbsIterFactory
 
-from espnet_sync.consensus import ControlConsensus, FactoryConsensus, NamedFlagConsensus
+from espnet_sync.consensus import (
+    STOPPED,
+    ControlConsensus,
+    FactoryConsensus,
+    NamedFlagConsensus,
+)
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
 from espnet_sync.errors import EpochSyncError, require_version
 from espnet_sync.options import SyncOptions, refuse_unknown
@@ -15,6 +20,19 @@ from espnet_sync.process_groups import ControlGroup, NamedDefaultGroup, in_loade
 from espnet_sync.roll_call import open_control_group
 
 require_version("espnet", espnet2.__version__, "202511")
+
+
+class StopRequest(Protocol):
+    """What asks, on this rank, that training ends before its next epoch."""
+
+    def is_set(self) -> bool:
+        """Return whether it asks; called in each `build_iter`."""
+
+    def note(self, iterator: EpochSyncIterator) -> None:
+        """Take note of the epoch that has been built, which `request_stop()` may end."""
+
+    def leave(self) -> NoReturn:
+        """Leave training; called on all ranks where one of them asks."""
 
 
 class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no types
@@ -89,6 +107,8 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
         )
         self.iterator_class = iterator_class
         self._warned_of_epoch_0 = False
+        #: What may end training before an epoch, on all ranks; a task sets it.
+        self.stop_request: StopRequest | None = None
         #: Logged on rank 0 by the first `build_iter`, with what the ranks agree over.
         self.announcement = ""
         self._group: ControlGroup | None = None
@@ -123,13 +143,18 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
             source = partial(source, shuffle=shuffle)
         consensus = self._consensus(epoch)
         iterator = self.iterator_class(source, consensus=consensus, label=self.options.label)
+        stop = self.stop_request is not None and self.stop_request.is_set()
         if consensus.has_peers():
-            iterator.settle_length(consensus.agree_length)
+            stop = iterator.settle_length(partial(consensus.agree_length, stop=stop)) == STOPPED
         if isinstance(consensus, ControlConsensus) and self._group is not consensus.group:
             # NOTE: counted once all ranks have agreed, so that a rank which builds an iterator
             # alone, and is told so, does not count differently from then on.
             self._group = consensus.group
             self._group.factories = self._number
+        if self.stop_request is not None:
+            if stop:
+                self.stop_request.leave()
+            self.stop_request.note(iterator)
         return iterator
 
     def _consensus(self, epoch: int) -> FactoryConsensus:

@@ -3,12 +3,19 @@
 import argparse
 import copyreg
 import json
+import logging
+import multiprocessing
+import os
+import signal
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from importlib import import_module
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from espnet2.iterators.abs_iter_factory import AbsIterFactory
 from espnet2.tasks.abs_task import AbsTask
@@ -18,7 +25,14 @@ from espnet2.utils.nested_dict_action import NestedDictAction
 from espnet_sync import __version__
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
 from espnet_sync.errors import EmptyRankError
-from espnet_sync.options import CONF_KEYS, SyncOptions, conf_options, refuse_unknown, sync_policy
+from espnet_sync.options import (
+    CONF_KEYS,
+    SyncOptions,
+    conf_options,
+    refuse_unknown,
+    stop_signal,
+    sync_policy,
+)
 from espnet_sync.report import name_ranks, place
 from espnet_sync.synced_iter_factory import SyncedIterFactory
 
@@ -90,6 +104,7 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
     key_defaults: Mapping[str, Any]
     epoch_offset: int
     has_announced = False
+    stop_request: "_StopSignal | None" = None
 
     @classmethod
     def get_parser(cls) -> argparse.ArgumentParser:
@@ -107,6 +122,25 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         # type, and Lightning's command calls nothing of the task before it builds the model.
         parser.parse_known_args = parse_and_check  # type: ignore[method-assign]
         return parser
+
+    @classmethod
+    def main(
+        cls, args: argparse.Namespace | None = None, cmd: Sequence[str] | None = None
+    ) -> None:
+        """Run ESPnet2's `main`; where that spawns the ranks, hand them the stop signal."""
+        if args is None:
+            args = cls.get_parser().parse_args(cmd)
+        _check_keys(args)
+        with _handled(_stop_signal(args), _hand_on):
+            super().main(args=args, cmd=cmd)
+
+    @classmethod
+    def main_worker(cls, args: argparse.Namespace) -> None:
+        """Run a rank; with a stop signal, let it end training after the epoch."""
+        number = _stop_signal(args)
+        cls.stop_request = None if number is None else _StopSignal(number)
+        with _handled(number, cls.stop_request):
+            super().main_worker(args)
 
     @classmethod
     def check_required_command_args(cls, args: argparse.Namespace) -> None:
@@ -160,6 +194,75 @@ class _TaskIterator(EpochSyncIterator):
                 "chunk_length, or more data.",
                 ranks=ranks,
             )
+
+
+class _StopSignal:
+    """Ends training after the epoch in which a signal comes: for time limits and preemption.
+
+    The first training epoch that is built from then on leaves with exit code 0 on all ranks.
+    ESPnet2 has validated and written its checkpoint by then.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
+        self._is_set = False
+        self._epoch: EpochSyncIterator | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle the signal: nothing but flags are set here."""
+        self._is_set = True
+        if self._epoch is not None:
+            self._epoch.request_stop()
+
+    def is_set(self) -> bool:
+        """See `StopRequest.is_set`."""
+        return self._is_set
+
+    def note(self, iterator: EpochSyncIterator) -> None:
+        """See `StopRequest.note`."""
+        self._epoch = iterator
+        if self._is_set:
+            iterator.request_stop()
+
+    def leave(self) -> NoReturn:
+        """See `StopRequest.leave`."""
+        logging.getLogger().warning(
+            "espnet_sync: %s came to a rank, so training ends here with exit code 0 on all ranks. "
+            "Run the same command again to resume from the checkpoint.",
+            self._number.name,
+        )
+        sys.exit(0)
+
+    def __str__(self) -> str:
+        parent = multiprocessing.parent_process()
+        process = os.getpid() if parent is None else parent.pid
+        return f"kill -{self._number.name.removeprefix('SIG')} {process} ends it after the epoch"
+
+
+def _stop_signal(args: argparse.Namespace) -> signal.Signals | None:
+    """Return the signal that `epoch_sync_conf` names, where syncing is on."""
+    policy, _ = _read_options(args, "train")
+    return None if policy == "none" else stop_signal(getattr(args, "epoch_sync_conf", None) or {})
+
+
+@contextmanager
+def _handled(number: signal.Signals | None, handler: Any) -> Iterator[None]:
+    """Handle a signal for a while; in the main thread alone, where Python handles them."""
+    if number is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _hand_on(number: int, frame: FrameType | None) -> None:
+    """Hand a signal on to the ranks that this process has spawned."""
+    for child in multiprocessing.active_children():
+        if child.pid is not None:
+            os.kill(child.pid, number)
 
 
 def _add_keys(
@@ -274,10 +377,13 @@ def _wrap(
         "epoch_offset": cls.epoch_offset,
     }
     factory = SyncedIterFactory(inner, iterator_class=_TaskIterator, **options)
+    if mode == "train":
+        factory.stop_request = cls.stop_request
     if not cls.has_announced:
         cls.has_announced = True
         factory.announcement = (
             f"espnet_sync {__version__} ends the ranks' epochs together: "
             + ", ".join(f"{mode} {policy}" for mode, policy in policies.items())
+            + (f" ({cls.stop_request})" if cls.stop_request else "")
         )
     return factory
