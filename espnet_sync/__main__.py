@@ -16,7 +16,13 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-RUNNER_OPTIONS = ("epoch_sync", "epoch_sync_conf", "valid_epoch_sync", "valid_epoch_sync_conf")
+RUNNER_OPTIONS = (
+    "epoch_sync",
+    "epoch_sync_conf",
+    "valid_epoch_sync",
+    "valid_epoch_sync_conf",
+    "chunk_balance",
+)
 
 USAGE = """\
 usage: espnet_sync [OPTIONS] -m espnet2.bin.<x>_train ARGS
@@ -31,6 +37,7 @@ command line override:
   --epoch_sync_conf KEY=VALUE
   --valid_epoch_sync {shortest,longest,none}
   --valid_epoch_sync_conf KEY=VALUE
+  --chunk_balance {true,false}
 The training command's --help tells more about them.
 """
 

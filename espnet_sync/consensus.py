@@ -501,6 +501,7 @@ class ControlConsensus:
         options: The factory's options.
         epoch: The epoch as the inner factory sees it.
         factory: The factory's number in the job, the same on all ranks.
+        context: What else must be equal on all ranks, as text.
     """
 
     def __init__(
@@ -510,12 +511,14 @@ class ControlConsensus:
         options: SyncOptions,
         epoch: int,
         factory: int,
+        context: str = "",
     ) -> None:
         self.group = group
         self._roll_call = roll_call
         self.options = options
         self.epoch = epoch
         self._factory = factory
+        self._context = f"; {context}" if context else ""
         self._passes = 0
         self._refusal: Exception | None = None
 
@@ -594,7 +597,8 @@ class ControlConsensus:
         # last window, where no agreement is to come, is told by the next iterator's first one.
         whole = (
             f"{here} (factory {self._factory} of the job, after "
-            f"{count(self.group.handed_out, 'batch', 'batches')} in all; {options.policy})"
+            f"{count(self.group.handed_out, 'batch', 'batches')} in all; {options.policy}"
+            f"{self._context})"
         )
         digest = hashlib.blake2b(whole.encode(), digest_size=7).digest()
         waiting = Waiting(

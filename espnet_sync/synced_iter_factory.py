@@ -109,6 +109,8 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
         self._warned_of_epoch_0 = False
         #: What may end training before an epoch, on all ranks; a task sets it.
         self.stop_request: StopRequest | None = None
+        #: What else must be equal on all ranks, as text; compared in each agreement.
+        self.context = ""
         #: Logged on rank 0 by the first `build_iter`, with what the ranks agree over.
         self.announcement = ""
         self._group: ControlGroup | None = None
@@ -187,7 +189,9 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
         if self._group is not state.group:
             self._number = state.group.factories + 1
         self._announce(ranks.rank, f"{ranks.world_size} ranks, a Gloo group ({options.policy})")
-        return ControlConsensus(state.group, state.roll_call, options, epoch, self._number)
+        return ControlConsensus(
+            state.group, state.roll_call, options, epoch, self._number, self.context
+        )
 
     def _announce(self, rank: int, over: str) -> None:
         if self.announcement and rank == 0:

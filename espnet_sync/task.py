@@ -9,20 +9,22 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import cache
+from dataclasses import asdict, replace
+from functools import cache, partial
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
 from espnet2.iterators.abs_iter_factory import AbsIterFactory
-from espnet2.tasks.abs_task import AbsTask
+from espnet2.tasks.abs_task import AbsTask, IteratorOptions
 from espnet2.train.distributed_utils import DistributedOption
 from espnet2.utils.nested_dict_action import NestedDictAction
+from espnet2.utils.types import str2bool
 
 from espnet_sync import __version__
+from espnet_sync.balance import ChunkOptions, Deal, apply_deal, deal, read_corpus
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
 from espnet_sync.errors import EmptyRankError
 from espnet_sync.options import (
@@ -33,6 +35,7 @@ from espnet_sync.options import (
     stop_signal,
     sync_policy,
 )
+from espnet_sync.process_groups import NamedDefaultGroup
 from espnet_sync.report import name_ranks, place
 from espnet_sync.synced_iter_factory import SyncedIterFactory
 
@@ -42,6 +45,7 @@ KEYS: Mapping[str, Any] = {
     "epoch_sync_conf": {},
     "valid_epoch_sync": "shortest",
     "valid_epoch_sync_conf": None,
+    "chunk_balance": False,
 }
 _PREFIXES = {"train": "", "valid": "valid_"}
 
@@ -159,7 +163,19 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         """Wrap the factory of one mode, but not those of a multiple iterator's splits."""
         inner = super().build_iter_factory(args, distributed_option, mode, kwargs)
         is_split = kwargs is not None and mode == "train" and args.multiple_iterator
-        return inner if is_split else _wrap(cls, inner, args, mode)
+        if is_split or mode not in _PREFIXES:
+            return inner
+        deals: list[Deal] = []
+        if _balances(args, distributed_option, mode):
+            options = cls.build_iter_options(args, distributed_option, mode)
+            for name, value in (kwargs or {}).items():
+                setattr(options, name, value)
+            deals, reason = _make_deals(args, [options])
+            if deals:
+                made, reason = apply_deal(deals[0], inner, NamedDefaultGroup().rank)
+                inner, deals = (inner, []) if made is None else (made, deals)
+            _warn_unbalanced(mode, reason)
+        return _wrap(cls, inner, args, mode, deals)
 
     @classmethod
     def build_multiple_iter_factory(
@@ -167,7 +183,18 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
     ) -> AbsIterFactory:
         """Wrap the factory over all splits."""
         inner = super().build_multiple_iter_factory(args, distributed_option, mode)
-        return _wrap(cls, inner, args, mode)
+        deals: list[Deal] = []
+        if _balances(args, distributed_option, mode):
+            options = cls.build_iter_options(args, distributed_option, mode)
+            deals, reason = _make_deals(args, _split_options(options, len(inner.build_funcs)))
+            if deals:
+                rank = NamedDefaultGroup().rank
+                inner.build_funcs = [
+                    partial(_build_dealt, build, dealt, rank)
+                    for build, dealt in zip(inner.build_funcs, deals, strict=True)
+                ]
+            _warn_unbalanced(mode, reason)
+        return _wrap(cls, inner, args, mode, deals)
 
 
 class _TaskIterator(EpochSyncIterator):
@@ -284,6 +311,13 @@ def _add_keys(
             help=f"How, for {mode}: {', '.join(CONF_KEYS)}"
             + ("" if mode == "train" else " (None: as epoch_sync_conf)"),
         )
+    parser.add_argument(
+        "--chunk_balance",
+        type=str2bool,
+        default=defaults["chunk_balance"],
+        help="Deal the utterances of chunk iterators to the ranks by their number of chunks, so "
+        "that the ranks come out even",
+    )
 
 
 def _synced(task: type[AbsTask], defaults: Mapping[str, Any], epoch_offset: int) -> type[AbsTask]:
@@ -347,6 +381,11 @@ def _check_keys(args: argparse.Namespace) -> None:
             sys.stderr.write(f"espnet_sync: error: {error}\n")
             sys.exit(2)
         setattr(args, f"{prefix}epoch_sync", policy)
+    if not isinstance(getattr(args, "chunk_balance", False), bool):
+        sys.stderr.write(
+            f"espnet_sync: error: chunk_balance={args.chunk_balance!r}: must be true or false\n"
+        )
+        sys.exit(2)
 
 
 def _read_options(args: argparse.Namespace, mode: str) -> tuple[str, SyncOptions]:
@@ -364,8 +403,116 @@ def _read_options(args: argparse.Namespace, mode: str) -> tuple[str, SyncOptions
     return policy, conf_options(conf_key, conf, "shortest" if policy == "none" else policy)
 
 
+def _balances(args: argparse.Namespace, distributed: DistributedOption, mode: str) -> bool:
+    """Return whether a mode's utterances are to be dealt by their number of chunks."""
+    if not distributed.distributed:
+        return False
+    kind = (mode == "valid" and args.valid_iterator_type) or args.iterator_type
+    if not getattr(args, "chunk_balance", False):
+        if kind == "chunk":
+            _warn_of_shares(args, mode)
+        return False
+    if kind != "chunk":
+        logging.getLogger().info("[%s] chunk_balance leaves a %s iterator alone", mode, kind)
+    return bool(kind == "chunk")
+
+
+def _warn_of_shares(args: argparse.Namespace, mode: str) -> None:
+    """Warn where ranks get unequal shares of a batch, but equally many utterances."""
+    world_size = NamedDefaultGroup().world_size
+    batch_size = (mode == "valid" and args.valid_batch_size) or args.batch_size
+    if batch_size > world_size and batch_size % world_size:
+        options = ChunkOptions(
+            world_size=world_size, batch_size=batch_size, chunk_length=args.chunk_length
+        )
+        logging.getLogger().warning(
+            "[%s] a batch size of %d does not divide by %d ranks, so that about %.0f %% of the "
+            "data will be dropped. Take one that does, or set chunk_balance: true",
+            mode,
+            batch_size,
+            world_size,
+            options.dropped_by_shares,
+        )
+
+
+def _make_deals(
+    args: argparse.Namespace, splits: Sequence[IteratorOptions]
+) -> tuple[list[Deal], str]:
+    """Deal each split's utterances to all ranks; where one can't be, none is, with the reason."""
+    deals = []
+    for split in splits:
+        files = {name: path for path, name, _ in split.data_path_and_name_and_type}
+        if not split.shape_files:
+            return [], "there is no shape file"
+        rates = files.get("fs") or files.get("utt2fs")
+        corpus, reason = read_corpus(
+            split.shape_files[0],
+            sampling_rate_file=None if args.chunk_default_fs is None else rates,
+            category_file=files.get("category") or files.get("utt2category"),
+        )
+        if corpus is None:
+            return [], reason
+        try:
+            options = ChunkOptions(
+                world_size=NamedDefaultGroup().world_size,
+                batch_size=split.batch_size,
+                chunk_length=args.chunk_length,
+                chunk_shift_ratio=args.chunk_shift_ratio,
+                discard_short_samples=args.chunk_discard_short_samples,
+                chunk_max_abs_length=args.chunk_max_abs_length,
+                default_fs=args.chunk_default_fs,
+                num_samples_per_epoch=split.num_iters_per_epoch,
+            )
+            deals.append(deal(options, corpus))
+        except ValueError as error:
+            return [], str(error)
+    return deals, ""
+
+
+def _split_options(options: IteratorOptions, number: int) -> list[IteratorOptions]:
+    """Return the options of each split, as ESPnet2's multiple iterator makes them."""
+    count = options.num_iters_per_epoch
+    return [
+        replace(
+            options,
+            data_path_and_name_and_type=[
+                (f"{path}/split.{index}", name, kind)
+                for path, name, kind in options.data_path_and_name_and_type
+            ],
+            shape_files=[f"{path}/split.{index}" for path in options.shape_files],
+            num_iters_per_epoch=None if count is None else (count + index) // number,
+        )
+        for index in range(number)
+    ]
+
+
+def _build_dealt(build: Callable[[], AbsIterFactory], dealt: Deal, rank: int) -> AbsIterFactory:
+    """Build a split's factory in mid-epoch, and deal it this rank's utterances.
+
+    Raises:
+        RuntimeError: If the deal does not fit; the other ranks get to read it.
+    """
+    made, reason = apply_deal(dealt, build(), rank)
+    if made is None:
+        raise RuntimeError(f"chunk_balance can't deal a split: {reason}. Set chunk_balance: false")
+    return made
+
+
+def _warn_unbalanced(mode: str, reason: str) -> None:
+    if reason:
+        logging.getLogger().warning(
+            "[%s] chunk_balance is off for this iterator, and ESPnet2 deals in file order: %s",
+            mode,
+            reason,
+        )
+
+
 def _wrap(
-    cls: type[_SyncedTask], inner: AbsIterFactory, args: argparse.Namespace, mode: str
+    cls: type[_SyncedTask],
+    inner: AbsIterFactory,
+    args: argparse.Namespace,
+    mode: str,
+    deals: Sequence[Deal],
 ) -> AbsIterFactory:
     """Wrap a train or valid factory. Never plot_att's: ESPnet2 iterates it on rank 0 alone."""
     policies = {mode: _read_options(args, mode)[0] for mode in _PREFIXES}
@@ -377,6 +524,7 @@ def _wrap(
         "epoch_offset": cls.epoch_offset,
     }
     factory = SyncedIterFactory(inner, iterator_class=_TaskIterator, **options)
+    factory.context = " ".join(f"deal {dealt.fingerprint:x}" for dealt in deals)
     if mode == "train":
         factory.stop_request = cls.stop_request
     if not cls.has_announced:
@@ -384,6 +532,7 @@ def _wrap(
         factory.announcement = (
             f"espnet_sync {__version__} ends the ranks' epochs together: "
             + ", ".join(f"{mode} {policy}" for mode, policy in policies.items())
+            + f", chunk_balance {'on' if deals else 'off'}"
             + (f" ({cls.stop_request})" if cls.stop_request else "")
         )
     return factory

@@ -20,7 +20,7 @@ import yaml
 ARCHIVE = "mini_an4/esp2_asr/downloads.tar.gz"
 SAMPLE_RATE = 16000
 #: Seconds that a command may take before it is ended, with its output shown.
-DEADLINE = 240.0
+DEADLINE = 400.0
 #: Utterances of each set.
 NUMBERS = {"train": 10, "valid": 5}
 #: The runner, as a recipe calls it, from beside the Python that runs the tests.

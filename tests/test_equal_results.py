@@ -12,11 +12,9 @@ from tests.speech import ENHANCEMENT, ENHANCEMENT_SOURCES, data_words, write_con
 
 pytestmark = pytest.mark.training
 
-#: What is compared of each epoch, out of the reporter's state in the checkpoint.
-FIGURES = {
-    "train": ("loss", "si_snr_loss", "grad_norm", "clip", "total_count"),
-    "valid": ("loss", "si_snr_loss", "total_count"),
-}
+#: What is compared of each epoch, out of the reporter's state in the checkpoint. Not how many
+#: batches ESPnet2 counts: a plain run counts the one that a longer rank pulls and drops.
+FIGURES = {"train": ("loss", "si_snr_loss", "grad_norm"), "valid": ("loss", "si_snr_loss")}
 #: With the loader in the rank's own process, where pulling ahead could change which of loader and
 #: model (it has dropout) draws first from a generator that they share.
 OTHER_WINDOWS = {
@@ -80,7 +78,7 @@ def test_losses_are_equal_to_the_last_digit(tmp_path: Path) -> None:
     words = ["--config", str(tmp_path / "train.yaml"), "--ngpu", "0", "--dist_backend", "gloo"]
     words += data_words(speech, ENHANCEMENT_SOURCES, ["speech_shape"])
     arguments = (tmp_path, words)
-    first, _ = run_ranks(2, train_all, *arguments, deadline=240, initialise=False)
+    first, _ = run_ranks(2, train_all, *arguments, deadline=400, initialise=False)
     plain = first["plain", 0]
     print(plain)
     assert len(plain) == 2

@@ -33,7 +33,8 @@ LIGHTNING: dict[str, Any] = {
     "log_every_n_steps": 1,
     "num_sanity_val_steps": 0,
     "strategy_conf": {"process_group_backend": "gloo"},
-    "best_model_criterion": [["valid/loss", "min", 1]],
+    # NOTE: of the best models, ESPnet2 averages checkpoints which torch >= 2.6 refuses to load.
+    "best_model_criterion": [],
 }
 
 
@@ -75,7 +76,7 @@ def assert_trained(ended: Ended, folder: Path) -> None:
         ("valid", "2", "2"),
     ], ended.output[-8000:]
     assert "`Trainer.fit` stopped: `max_epochs=2` reached." in ended.output
-    assert list((folder / "exp").glob("epoch*_valid.loss*.ckpt"))
+    assert (folder / "exp" / "last.ckpt").exists()
 
 
 def test_lightning_starts_the_other_rank_synced_and_trains(speech: Path, tmp_path: Path) -> None:

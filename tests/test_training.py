@@ -202,7 +202,8 @@ def test_a_gan_codec_trains_with_chunks(speech: Path, tmp_path: Path) -> None:
     words = data_words(speech, {"ref.scp": "audio,sound"}, ["speech_shape"])
     ended = train("espnet2.bin.gan_codec_train", tmp_path, config, *words)
     assert_in_step(ended)
-    assert ended.lines(r"2epoch results: .*discriminator_loss=.*generator_loss=")
+    for turn in ("generator", "discriminator"):
+        assert ended.lines(rf"2epoch results: .*\b{turn}_train_time=")
 
 
 # --- The speaker task's validation ------------------------------------------------------------
@@ -264,7 +265,7 @@ def test_the_speaker_tasks_validation_gets_the_same_batches_twice(
     words += ["--iterator_type", "category", "--preprocessor", "spk"]
     conf = "{target_duration: 0.1, sample_rate: 16000, num_eval: 2, noise_info: []}"
     words += ["--preprocessor_conf", conf]
-    for passes_of_rank in run_ranks(2, iterate_twice, words):
+    for passes_of_rank in run_ranks(2, iterate_twice, words, deadline=400):
         first, second, *later = passes_of_rank
         assert len(first) == 7
         assert {name for _, batch in first[:-1] for name in batch} >= {"speech", "speech2"}

@@ -17,11 +17,11 @@ import pytest
 import yaml
 
 from espnet_sync import __main__ as runner
+from espnet_sync.task import KEYS
 from tests.speech import DEADLINE, RUNNER, run
 from tests.test_main import run_in_fork
 
 ROOT = Path(__file__).parent.parent
-KEYS = {"epoch_sync", "epoch_sync_conf", "valid_epoch_sync", "valid_epoch_sync_conf"}
 
 # --- ESPnet2's own ----------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def look_at(name: str) -> dict[str, Any]:
         config = yaml.safe_load(shown_config.getvalue())
         shown[task_name] = {
             "help": sorted(key for key in KEYS if f"--{key} " in usage),
-            "config": {key: config[key] for key in KEYS & config.keys()},
+            "config": {key: config[key] for key in KEYS if key in config},
             "pickled": pickle.loads(pickle.dumps(task.main_worker)).__self__ is task,
         }
     return {"guarded": runner.is_guarded(name), "tasks": shown}
@@ -88,12 +88,7 @@ def test_every_training_command_of_espnet2_is_synced() -> None:
     )
     expected = {
         "help": sorted(KEYS),
-        "config": {
-            "epoch_sync": "shortest",
-            "epoch_sync_conf": {},
-            "valid_epoch_sync": "none",
-            "valid_epoch_sync_conf": None,
-        },
+        "config": {**KEYS, "valid_epoch_sync": "none"},
         "pickled": True,
     }
     for name in found.keys() - refused.keys():
@@ -147,12 +142,7 @@ def test_a_command_of_ones_own_package_is_synced_from_the_working_directory(pack
     ended = run_in_fork(["-m", "mypkg.my_train", *DRY, "exp"], package)
     assert ended.code == 0, ended.err
     assert ended.out == "0 [] True\n"
-    assert keys_of(package / "exp") == {
-        "epoch_sync": "shortest",
-        "epoch_sync_conf": {},
-        "valid_epoch_sync": "shortest",
-        "valid_epoch_sync_conf": None,
-    }
+    assert keys_of(package / "exp") == KEYS
 
 
 def test_interpreter_flags_keep_syncing_on(package: Path) -> None:
