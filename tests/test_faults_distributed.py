@@ -113,10 +113,10 @@ class DyingDataset(Dataset[int]):
     def __init__(self, dies: bool) -> None:
         self.dies = dies
 
-    def __len__(self) -> int:  # noqa: D105
+    def __len__(self) -> int:
         return BATCHES
 
-    def __getitem__(self, index: int) -> int:  # noqa: D105
+    def __getitem__(self, index: int) -> int:
         if self.dies and index == AT:
             os._exit(1)
         return index
@@ -610,10 +610,10 @@ def test_the_rank_that_serves_the_store_is_named_when_it_is_stopped(tmp_path: Pa
 class Endless(Dataset[int]):
     """Keeps its loader's worker alive."""
 
-    def __len__(self) -> int:  # noqa: D105
+    def __len__(self) -> int:
         return 1000
 
-    def __getitem__(self, index: int) -> int:  # noqa: D105
+    def __getitem__(self, index: int) -> int:
         return index
 
 

@@ -68,10 +68,10 @@ class Loaded(Dataset[int]):
         self._clock = clock
         self._dies = dies
 
-    def __len__(self) -> int:  # noqa: D105
+    def __len__(self) -> int:
         return BATCHES
 
-    def __getitem__(self, index: int) -> int:  # noqa: D105
+    def __getitem__(self, index: int) -> int:
         if self._dies and index == AT:
             self._clock.start()
             os._exit(1)
