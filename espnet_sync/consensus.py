@@ -409,6 +409,8 @@ class ControlPass:
         self.stop_at = options.stop_at
         self._consensus = consensus
         self._number = number
+        self._place = place(options.label, consensus.epoch)
+        self._handed_out = 0
         self._index = 0
         self._exchange: Exchange | None = None
         self._report: SyncReport | None = None
@@ -450,7 +452,10 @@ class ControlPass:
 
     def note_batch(self) -> None:
         """See `PassConsensus.note_batch`."""
-        self._consensus.group.handed_out += 1
+        group = self._consensus.group
+        group.handed_out += 1
+        self._handed_out += 1
+        group.whereabouts = (self._place, self._handed_out)
 
     def refuse(self, error: Exception) -> None:
         """See `PassConsensus.refuse`."""

@@ -274,6 +274,7 @@ class ControlGroup:
     Attributes:
         factories: Counts the job's factories; the same on all ranks.
         handed_out: Counts the batches of all passes; the same on ranks that are in step.
+        whereabouts: The pass of the last batch that was handed out, and its number there.
         broken: Why the group is of no more use; None while it is.
     """
 
@@ -290,6 +291,7 @@ class ControlGroup:
         self.store = store
         self.factories = 0
         self.handed_out = 0
+        self.whereabouts: tuple[str, int] | None = None
         self.broken: Exception | None = None
         # NOTE: weak, so that destroy_process_group() ends the group and lets go of its store.
         self._group = weakref.ref(group)

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable
 
-from espnet_sync.errors import EpochSyncError, OutOfStepError, PeerLostError
+from espnet_sync.errors import EpochSyncError, OutOfStepError, PeerFailedError, PeerLostError
 from espnet_sync.options import SyncOptions
 from espnet_sync.process_groups import (
     BoundedStore,
@@ -22,6 +22,7 @@ from espnet_sync.process_groups import (
     StoreUnreachableError,
     control_state,
     destroy_group,
+    is_distributed,
     make_gloo_group,
 )
 from espnet_sync.report import name_ranks
@@ -34,10 +35,15 @@ LEAVE_SECONDS = 2.0
 PROBE_SECONDS = 30.0
 #: The timeout of the control group itself, never reached: ours is kept in the wait loop.
 GROUP_SECONDS = 30 * 86400.0
+#: Seconds that ranks which leave wait for each other, so that the one to blame dies first:
+#: launchers report the first process to die, and end the others at once.
+DEPARTURE_SECONDS = 5.0
 #: Between two epochs rank 0 is late by design (plots, checkpoints): as many times longer.
 RANK_0_FACTOR = 10.0
 
 _BITS = 60
+#: How torch's messages tell that a collective broke: Gloo's name their source.
+_COLLECTIVE_BROKE = re.compile(r"gloo/transport|NCCL")
 #: How torch's messages tell that a rank only waited: "Wait timeout", "Timed out after ...".
 _TIMED_OUT = re.compile(r"timed?[ -]?out", re.IGNORECASE)
 
@@ -147,6 +153,24 @@ class RollCall:
                 return self._error(where, waited, cause, (self.rank,))
             return self._without_store(where, waited, cause, error)
         return self._error(where, waited, cause, missing)
+
+    def depart(self, why: str) -> None:
+        """Say why this rank leaves, and stay until the others know or a while has passed."""
+        self.store.set_once("alarm", f"rank {self.rank} {why}")
+        self._wait(lambda: self._roll.absent() <= 1)
+        self.store.set(f"gone/{self.rank}", why)
+
+    def let_leave_first(self, ranks: tuple[int, ...]) -> None:
+        """Wait until some ranks, which this one is not to blame for, have left, or a while."""
+        self._roll.sign(self.rank)
+        self._wait(lambda: all(self.store.check(f"gone/{rank}") for rank in ranks))
+        # What a rank does between its last word and its end.
+        self._sleep(1.0)
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        until = self.clock() + DEPARTURE_SECONDS
+        while not is_over() and self.clock() < until:
+            self._sleep(0.05)
 
     def _verdict(self, known: frozenset[int]) -> tuple[int, ...]:
         """Wait until all but one rank have signed, or for a while, and agree on the missing."""
@@ -336,6 +360,40 @@ class Waiting:
                 f"{where}: {name_ranks(tuple(ranks))}" for where, ranks in waiting.items()
             ),
         )
+
+
+def leave(error: Exception) -> str:
+    """Bring a rank's last error into order with the other ranks; an ESPnet2 run calls this.
+
+    A rank that fails by itself tells why, and stays until the others know. One that leaves
+    because of another rank says so in one line, and lets that one die first: launchers report
+    the first process to die.
+
+    Args:
+        error: What came out of training.
+
+    Returns:
+        str: The line to log in place of a traceback, where another rank is to blame; else empty.
+    """
+    state = control_state() if is_distributed() else None
+    if state is None or state.group is None or not state.group.is_current:
+        return str(error) if isinstance(error, EpochSyncError) else ""
+    call: RollCall = state.roll_call
+    place, batches = state.group.whereabouts or ("its first epoch", 0)
+    where = f"{place}, after batch {batches}"
+    try:
+        if isinstance(error, RuntimeError) and _COLLECTIVE_BROKE.search(str(error)):
+            # A collective of training's own noticed first.
+            error = call.call(where, 0.0, "a collective of training broke", frozenset(), False)
+        if isinstance(error, EpochSyncError):
+            if isinstance(error, PeerFailedError):
+                call.let_leave_first(error.ranks)
+            return str(error)
+        call.depart(f"left {where}: {type(error).__name__}: {error}")
+    except StoreUnreachableError:
+        # Its host has left, so that nobody is left to wait for.
+        return str(error) if isinstance(error, EpochSyncError) else ""
+    return ""
 
 
 class Meeting:

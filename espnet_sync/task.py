@@ -37,6 +37,7 @@ from espnet_sync.options import (
 )
 from espnet_sync.process_groups import NamedDefaultGroup
 from espnet_sync.report import name_ranks, place
+from espnet_sync.roll_call import leave
 from espnet_sync.synced_iter_factory import SyncedIterFactory
 
 #: The keys of the parser and of the YAML, with their defaults. None: as train.
@@ -140,11 +141,18 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
 
     @classmethod
     def main_worker(cls, args: argparse.Namespace) -> None:
-        """Run a rank; with a stop signal, let it end training after the epoch."""
+        """Run a rank; let a stop signal end it after the epoch, and errors in good order."""
         number = _stop_signal(args)
         cls.stop_request = None if number is None else _StopSignal(number)
         with _handled(number, cls.stop_request):
-            super().main_worker(args)
+            try:
+                super().main_worker(args)
+            except Exception as error:
+                line = leave(error)
+                if not line:
+                    raise
+                logging.getLogger().error("%s", line)
+                sys.exit(1)
 
     @classmethod
     def check_required_command_args(cls, args: argparse.Namespace) -> None:

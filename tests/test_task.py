@@ -18,7 +18,7 @@ from espnet2.tasks.lm import LMTask
 from espnet2.train.distributed_utils import DistributedOption
 
 import espnet_sync
-from espnet_sync import SyncedIterFactory
+from espnet_sync import PeerFailedError, SyncedIterFactory
 from espnet_sync.task import synced
 from tests.factories import frozen
 
@@ -28,6 +28,14 @@ TOKENS = ["<blank>", "<unk>", "a", "b", "c", "<sos/eos>"]
 
 class OwnTask(LMTask):
     """A user's own task."""
+
+
+class FailingTask(LMTask):
+    """A task whose rank fails as it is told."""
+
+    @classmethod
+    def main_worker(cls, args: argparse.Namespace) -> None:
+        raise args.error
 
 
 @pytest.fixture
@@ -373,3 +381,28 @@ def test_a_users_own_factory_is_built_once_and_wrapped(
     factory = build(read_args(data), "train", synced(counting))
     assert type(factory) is SyncedIterFactory
     assert counting.built == ["factory"]
+
+
+# --- A rank's last error ----------------------------------------------------------------------
+
+
+def test_a_rank_that_another_one_takes_down_logs_one_line_and_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    args = argparse.Namespace(error=PeerFailedError("rank 2: no such wav", ranks=(2,)))
+    with pytest.raises(SystemExit) as leaving:
+        synced(FailingTask).main_worker(args)
+    assert leaving.value.code == 1
+    assert [(each.levelname, each.getMessage()) for each in caplog.records] == [
+        ("ERROR", "rank 2: no such wav")
+    ]
+
+
+def test_a_rank_that_fails_by_itself_keeps_its_exception(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = ValueError("no such wav")
+    with pytest.raises(ValueError, match="no such wav") as raised:
+        synced(FailingTask).main_worker(argparse.Namespace(error=error))
+    assert raised.value is error
+    assert not caplog.records
