@@ -26,6 +26,7 @@ from espnet_sync.process_groups import (
     DefaultGroup,
     Exchange,
     NamedDefaultGroup,
+    count_ranks,
     is_distributed,
 )
 from espnet_sync.report import RankReport, SyncReport, count, name_ranks, place
@@ -36,6 +37,10 @@ from espnet_sync.roll_call import RollCall, Waiting
 UNSIZED = -1
 STOPPED = -2
 FAILED_TO_BUILD = -3
+
+
+#: What a reason may hold, as UTF-8: `ControlGroup.gather_texts` carries it after a word.
+REASON_BYTES = ControlGroup.TEXT_BYTES - len("failed ")
 
 
 class Then(Enum):
@@ -382,7 +387,7 @@ class NamedFlagConsensus:
 
     def has_peers(self) -> bool:
         """Return whether there is more than one rank."""
-        return is_distributed() and NamedDefaultGroup().world_size > 1
+        return count_ranks() > 1
 
     def agree_length(self, length: int, failure: str, stop: bool = False) -> int:
         """Collective: see `FactoryConsensus.agree_length`."""

@@ -15,6 +15,7 @@ import torch  # noqa: F401
 
 from espnet_sync.consensus import (
     FAILED_TO_BUILD,
+    REASON_BYTES,
     UNSIZED,
     Consensus,
     Decision,
@@ -526,8 +527,7 @@ def describe_failure(
         'at batch 3: ValueError: no such wav (last good utterances: utt1, utt2)'
     """
     try:
-        # Leaves room for the frames and ids in what one exchange carries.
-        message = str(error).encode("utf-8", "replace")[:2400].decode("utf-8", "ignore")
+        message = str(error)
     except Exception as unreadable:
         message = f"(its text can't be had: {type(unreadable).__name__})"
     frames = traceback.extract_tb(error.__traceback__)
@@ -539,11 +539,11 @@ def describe_failure(
     if last_ids:
         more = f" and {len(last_ids) - 8} more" if len(last_ids) > 8 else ""
         details.append(f"last good utterances: {', '.join(last_ids[:8])}{more}")
-    return (
-        ("" if index is None else f"at batch {index}: ")
-        + f"{type(error).__name__}: {message}"
-        + (f" ({'; '.join(details)})" if details else "")
-    )
+    start = ("" if index is None else f"at batch {index}: ") + f"{type(error).__name__}: "
+    end = f" ({'; '.join(details)})" if details else ""
+    # A long message is cut, so that the frames and ids are told as well.
+    room = max(0, REASON_BYTES - len((start + end).encode("utf-8", "replace")))
+    return start + message.encode("utf-8", "replace")[:room].decode("utf-8", "ignore") + end
 
 
 def _log_untold(failure: Exception, error: Exception) -> None:

@@ -29,6 +29,11 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def count_ranks() -> int:
+    """Return the number of ranks; 1 where `torch.distributed` is not initialised."""
+    return torch.distributed.get_world_size() if is_distributed() else 1
+
+
 def flag_device(backend: str) -> torch.device:
     """Return where a flag must live so that the default group can reduce it.
 

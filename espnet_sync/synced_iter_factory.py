@@ -166,13 +166,13 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
         if not flag.has_peers():
             self._announce(0, "one rank alone")
             return flag
-        ranks = NamedDefaultGroup()
-        over_flag = f"{ranks.world_size} ranks, a flag on the default group"
         if in_loader_worker():
             raise EpochSyncError(
                 f"[{options.label or 'espnet_sync'}] build_iter was called in a worker of a "
                 "DataLoader: call it in the rank's main process"
             )
+        ranks = NamedDefaultGroup()
+        over_flag = f"{ranks.world_size} ranks, a flag on the default group"
         if options.backend == "default":
             self._announce(ranks.rank, over_flag)
             return flag

@@ -35,7 +35,7 @@ from espnet_sync.options import (
     stop_signal,
     sync_policy,
 )
-from espnet_sync.process_groups import NamedDefaultGroup
+from espnet_sync.process_groups import NamedDefaultGroup, count_ranks
 from espnet_sync.report import name_ranks, place
 from espnet_sync.roll_call import leave
 from espnet_sync.synced_iter_factory import SyncedIterFactory
@@ -427,7 +427,7 @@ def _balances(args: argparse.Namespace, distributed: DistributedOption, mode: st
 
 def _warn_of_shares(args: argparse.Namespace, mode: str) -> None:
     """Warn where ranks get unequal shares of a batch, but equally many utterances."""
-    world_size = NamedDefaultGroup().world_size
+    world_size = count_ranks()
     batch_size = (mode == "valid" and args.valid_batch_size) or args.batch_size
     if batch_size > world_size and batch_size % world_size:
         options = ChunkOptions(
@@ -462,7 +462,7 @@ def _make_deals(
             return [], reason
         try:
             options = ChunkOptions(
-                world_size=NamedDefaultGroup().world_size,
+                world_size=count_ranks(),
                 batch_size=split.batch_size,
                 chunk_length=args.chunk_length,
                 chunk_shift_ratio=args.chunk_shift_ratio,

@@ -233,8 +233,8 @@ def test_case_23_survivors_name_rank_0_that_exits_between_batches(
 def fit_twice(rank: int, world_size: int, folder: Path) -> Any:
     seen = []
     factory = synced(4, NumberFactory((5, 3)[rank]))
-    # Also with the store of before, which a launcher serves for the life of the job.
-    for store in ("one", "two", "two"):
+    # A store of its own for each: torch's own groups would find the addresses of before.
+    for store in ("one", "two", "three"):
         (folder / store).mkdir(exist_ok=True)
         initialise_group(folder / store, rank, world_size)
         seen.append((drain(factory.build_iter(1)), tail(rank)))
