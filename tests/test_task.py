@@ -18,7 +18,7 @@ from espnet2.tasks.lm import LMTask
 from espnet2.train.distributed_utils import DistributedOption
 
 import espnet_sync
-from espnet_sync import PeerFailedError, SyncedIterFactory
+from espnet_sync import EmptyRankError, PeerFailedError, SyncedIterFactory
 from espnet_sync.task import synced
 from tests.factories import frozen
 
@@ -406,3 +406,26 @@ def test_a_rank_that_fails_by_itself_keeps_its_exception(
         synced(FailingTask).main_worker(argparse.Namespace(error=error))
     assert raised.value is error
     assert not caplog.records
+
+
+# --- An epoch without a batch -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["train", "valid"])
+def test_an_epoch_without_a_batch_is_an_error_that_says_what_to_do(mode: str, data: Path) -> None:
+    factory = build(read_args(data, "--iterator_type", "chunk", "--chunk_length", "1000"), mode)
+    epoch = factory.build_iter(1)
+    with pytest.raises(
+        EmptyRankError, match=rf"\[{mode}\] epoch 1 has no batch: rank 0"
+    ) as raised:
+        list(epoch)
+    assert raised.value.ranks == (0,)
+    for remedy in ("fewer ranks", "batch_size", "chunk_length", "more data"):
+        assert remedy in str(raised.value)
+
+
+def test_an_epoch_that_was_stopped_before_its_first_batch_is_no_error(data: Path) -> None:
+    epoch = build(read_args(data), "train").build_iter(1)
+    epoch.request_stop()
+    assert list(epoch) == []
+    assert len(list(epoch)) == 4
