@@ -110,7 +110,6 @@ class RollCall:
         self._sleep = sleep
         self._roll = Roll(store, "roll", world_size)
         self._left = Roll(store, "left", world_size)
-        self._others = tuple(other for other in range(world_size) if other != rank)
         self._last_met = clock()
 
     def note_meeting(self) -> None:
@@ -190,7 +189,7 @@ class RollCall:
     def _leave_last(self, missing: tuple[int, ...]) -> None:
         """Serve the store to those still counting, who would blame this rank else."""
         until = self.clock() + LEAVE_SECONDS
-        staying = set(self._others) - set(missing)
+        staying = set(range(self.world_size)) - {self.rank, *missing}
         while not staying <= self._left.signed() and self.clock() < until:
             self._sleep(0.05)
 
@@ -218,9 +217,8 @@ class RollCall:
     def _without_store(
         self, where: str, waited: float, cause: str, error: StoreUnreachableError
     ) -> PeerLostError:
-        """Name the rank that serves the store; where none does, all that can't be heard."""
-        host = self.store.host_rank
-        missing = self._others if host is None or host == self.rank else (host,)
+        """Name the ranks that are out of reach, and say that nobody can be asked."""
+        missing = _out_of_reach(self.store, self.rank, self.world_size)
         return PeerLostError(
             f"{where}: lost {name_ranks(missing)} after waiting {waited:.1f} s ({cause}); the "
             f"store that the ranks met in is out of reach ({error}), so that no other rank can "
@@ -520,13 +518,10 @@ class Meeting:
         return PeerLostError(f"[espnet_sync] first epoch: {message}", ranks=ranks, waited=waited)
 
     def _no_store(self, waited: float, error: StoreUnreachableError) -> PeerLostError:
-        host = self._store.host_rank
-        others = tuple(rank for rank in range(self._world_size) if rank != self._rank)
-        ranks = others if host in (None, self._rank) else (host,)
         return PeerLostError(
             f"[espnet_sync] first epoch: the store that the ranks meet in is out of reach "
             f"({error}). Look at the rank that serves it, and at the network.",
-            ranks=tuple(rank for rank in ranks if rank is not None),
+            ranks=_out_of_reach(self._store, self._rank, self._world_size),
             waited=waited,
         )
 
@@ -578,6 +573,14 @@ def open_control_group(options: SyncOptions) -> ControlState:
     state.group = ControlGroup(make_gloo_group(GROUP_SECONDS), store)
     state.roll_call = RollCall(store, ranks.rank, ranks.world_size)
     return state
+
+
+def _out_of_reach(store: BoundedStore, rank: int, world_size: int) -> tuple[int, ...]:
+    """Return the rank that serves a store which is out of reach; where none does, all others."""
+    host = store.host_rank
+    if host is None or host == rank:
+        return tuple(other for other in range(world_size) if other != rank)
+    return (host,)
 
 
 def _warn_loudly(message: str, *arguments: object) -> None:

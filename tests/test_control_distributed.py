@@ -25,7 +25,7 @@ from espnet_sync.errors import (
 )
 from espnet_sync.synced_iter_factory import SyncedIterFactory
 from tests.factories import ListFactory, NumberFactory, chunk, frozen
-from tests.ranks import initialise_group, run_ranks
+from tests.ranks import initialise_group, right_tail, run_ranks, tail
 from tests.test_random_distributed import Sized, Source, first_free
 
 WINDOWS = (0, 1, 2, 4)
@@ -40,17 +40,6 @@ def synced(inner: AbsIterFactory, *, label: str = "train", **options: Any) -> Sy
 
 def numbers(count: int, **options: Any) -> SyncedIterFactory:
     return synced(NumberFactory(count), **options)
-
-
-def tail(rank: int) -> float:
-    """Return what a collective of the default group gives, which stands in for validation."""
-    total = torch.tensor([float(rank + 1)])
-    torch.distributed.all_reduce(total)
-    return total.item()
-
-
-def right_tail(world_size: int) -> float:
-    return world_size * (world_size + 1) / 2
 
 
 def drain(iterator: EpochSyncIterator) -> list[Any]:

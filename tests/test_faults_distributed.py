@@ -31,7 +31,7 @@ from espnet_sync.errors import (
 from espnet_sync.process_groups import control_state
 from espnet_sync.synced_iter_factory import SyncedIterFactory
 from tests.factories import NumberFactory
-from tests.ranks import initialise_group, run_ranks, try_ranks
+from tests.ranks import initialise_group, run_ranks, tail, try_ranks
 
 RANKS = 3
 #: Batches of an epoch, and the batch at which a fault happens.
@@ -66,13 +66,6 @@ class End:
     at: float
     later: tuple[Any, ...] = ()
     lines: tuple[str, ...] = ()
-
-
-def tail(rank: int) -> float:
-    """Stand in for validation: an all-reduce on the default group."""
-    total = torch.tensor([float(rank + 1)])
-    torch.distributed.all_reduce(total)
-    return total.item()
 
 
 def run_epoch(

@@ -8,13 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.distributed
 from espnet2.iterators.abs_iter_factory import AbsIterFactory
 
 from espnet_sync.errors import EmptyRankError, PeerFailedError
 from espnet_sync.synced_iter_factory import SyncedIterFactory
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, tail
 
 SEED = 20240229
 CASES = 1_000
@@ -162,12 +160,6 @@ def random_case(dice: random.Random) -> Case:
 def cases_of_the_seed() -> list[Case]:
     dice = random.Random(SEED)
     return [random_case(dice) for _ in range(CASES)]
-
-
-def tail(rank: int) -> float:
-    total = torch.tensor([float(rank + 1)])
-    torch.distributed.all_reduce(total)
-    return total.item()
 
 
 def drive(rank: int, case: Case) -> tuple[list[int], Any, int | None, Any]:

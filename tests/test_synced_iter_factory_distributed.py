@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from espnet_sync import EpochSyncIterator, PeerFailedError, SyncedIterFactory, SyncReport
 from tests.factories import KINDS, NumberFactory, chunk, frozen, make_factory
-from tests.ranks import run_ranks
+from tests.ranks import right_tail, run_ranks, tail
 
 BACKENDS = ("auto", "default")
 #: Generous: a rank that is left waiting waits for the group's timeout, which is longer.
@@ -27,17 +27,6 @@ UNEVEN = [
     [15, 22, 31, 18, 26, 12],
     [44, 51, 62, 73, 24, 35, 46, 57],
 ]
-
-
-def tail(rank: int) -> float:
-    """Return what a collective of the default group gives, which stands in for validation."""
-    total = torch.tensor([float(rank + 1)])
-    torch.distributed.all_reduce(total)
-    return total.item()
-
-
-def right_tail(world_size: int) -> float:
-    return world_size * (world_size + 1) / 2
 
 
 def drain(iterator: EpochSyncIterator) -> list[Any]:
