@@ -9,6 +9,7 @@ of the waiting ranks only the lowest reads what all wrote.
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable
 
@@ -152,24 +153,6 @@ class RollCall:
                 return self._error(where, waited, cause, (self.rank,))
             return self._without_store(where, waited, cause, error)
         return self._error(where, waited, cause, missing)
-
-    def depart(self, why: str) -> None:
-        """Say why this rank leaves, and stay until the others know or a while has passed."""
-        self.store.set_once("alarm", f"rank {self.rank} {why}")
-        self._wait(lambda: self._roll.absent() <= 1)
-        self.store.set(f"gone/{self.rank}", why)
-
-    def let_leave_first(self, ranks: tuple[int, ...]) -> None:
-        """Wait until some ranks, which this one is not to blame for, have left, or a while."""
-        self._roll.sign(self.rank)
-        self._wait(lambda: all(self.store.check(f"gone/{rank}") for rank in ranks))
-        # What a rank does between its last word and its end.
-        self._sleep(1.0)
-
-    def _wait(self, is_over: Callable[[], bool]) -> None:
-        until = self.clock() + DEPARTURE_SECONDS
-        while not is_over() and self.clock() < until:
-            self._sleep(0.05)
 
     def _verdict(self, known: frozenset[int]) -> tuple[int, ...]:
         """Wait until all but one rank have signed, or for a while, and agree on the missing."""
@@ -360,7 +343,117 @@ class Waiting:
         )
 
 
-def leave(error: Exception) -> str:
+class Departure:
+    """Why a rank leaves, told through the store.
+
+    Args:
+        store: The job's store, under the prefix of its control group.
+        rank: This rank.
+        world_size: The number of ranks.
+        clock: Seconds, monotonic.
+        sleep: Waits some seconds between two looks at the store.
+    """
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank: int,
+        world_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._clock = clock
+        self._sleep = sleep
+        self._heard = Roll(store, "heard", world_size)
+
+    def announce(self, why: str) -> None:
+        """Say why this rank leaves, and stay until the others have heard or a while has passed."""
+        told = f"rank {self._rank} {why}"
+        self._store.set_once("alarm", told)
+        if self._store.set_once("departed", told) != told:
+            self.sign()
+        self._wait(lambda: self._heard.absent() <= 1)
+        self._store.set(f"gone/{self._rank}", why)
+
+    def why(self) -> str:
+        """Return which rank leaves and why; empty while none does."""
+        return self._store.get("departed") if self._store.check("departed") else ""
+
+    def sign(self) -> None:
+        """Tell the rank that leaves that this one has heard."""
+        self._heard.sign(self._rank)
+
+    def let_leave_first(self, ranks: tuple[int, ...]) -> None:
+        """Wait until some ranks, which this one is not to blame for, have left, or a while."""
+        self.sign()
+        self._wait(lambda: all(self._store.check(f"gone/{rank}") for rank in ranks))
+        # What a rank does between its last word and its end.
+        self._sleep(1.0)
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        until = self._clock() + DEPARTURE_SECONDS
+        while not is_over() and self._clock() < until:
+            self._sleep(0.05)
+
+
+class Lookout:
+    """Tells one rank of an ESPnet2 run why another leaves, whatever its main thread is busy with.
+
+    NOTE: a rank that waits in a gradient all-reduce learns of nothing until its peer is gone. By
+    then the store may be gone too, or the launcher has ended the rank.
+    """
+
+    #: Seconds between two looks.
+    INTERVAL = 1.0
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._departure: Departure | None = None
+        self.has_said = False
+
+    def start(self) -> Departure:
+        """Start to look, once; called with `torch.distributed` initialised."""
+        if self._departure is None:
+            ranks = NamedDefaultGroup()
+            store = BoundedStore(f"espnet_sync/{control_state().number}/")
+            self._departure = Departure(store, ranks.rank, ranks.world_size)
+            self._thread = threading.Thread(
+                target=self._look, args=(self._departure,), name="espnet_sync lookout", daemon=True
+            )
+            self._thread.start()
+        return self._departure
+
+    def stop(self) -> None:
+        """Stop to look; the interpreter must not end in the midst of a store's call."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def say(self, line: str) -> None:
+        """Log a line as this rank's last, unless one was logged."""
+        with self._lock:
+            if not self.has_said:
+                self.has_said = True
+                logging.getLogger().error("%s", line)
+
+    def _look(self, departure: Departure) -> None:
+        while not self._stopped.wait(self.INTERVAL):
+            try:
+                why = departure.why()
+                if why:
+                    self.say(f"{_whereabouts()}: {why}")
+                    departure.sign()
+                    return
+            except StoreUnreachableError as error:
+                if error.closed:
+                    return
+
+
+def leave(error: Exception, lookout: Lookout) -> bool:
     """Bring a rank's last error into order with the other ranks; an ESPnet2 run calls this.
 
     A rank that fails by itself tells why, and stays until the others know. One that leaves
@@ -369,29 +462,55 @@ def leave(error: Exception) -> str:
 
     Args:
         error: What came out of training.
+        lookout: This rank's, which is stopped here.
 
     Returns:
-        str: The line to log in place of a traceback, where another rank is to blame; else empty.
+        bool: Whether a line was logged that stands for the traceback: another rank is to blame.
     """
-    state = control_state() if is_distributed() else None
-    if state is None or state.group is None or not state.group.is_current:
-        return str(error) if isinstance(error, EpochSyncError) else ""
-    call: RollCall = state.roll_call
-    place, batches = state.group.whereabouts or ("its first epoch", 0)
-    where = f"{place}, after batch {batches}"
     try:
-        if isinstance(error, RuntimeError) and _COLLECTIVE_BROKE.search(str(error)):
-            # A collective of training's own noticed first.
-            error = call.call(where, 0.0, "a collective of training broke", frozenset(), False)
-        if isinstance(error, EpochSyncError):
-            if isinstance(error, PeerFailedError):
-                call.let_leave_first(error.ranks)
-            return str(error)
-        call.depart(f"left {where}: {type(error).__name__}: {error}")
+        if is_distributed():
+            departure = lookout.start()
+            lookout.stop()
+            return _leave_in_order(error, lookout, departure)
     except StoreUnreachableError:
         # Its host has left, so that nobody is left to wait for.
-        return str(error) if isinstance(error, EpochSyncError) else ""
-    return ""
+        pass
+    if isinstance(error, EpochSyncError):
+        lookout.say(str(error))
+    return lookout.has_said
+
+
+def _leave_in_order(error: Exception, lookout: Lookout, departure: Departure) -> bool:
+    """Wait for those that are to leave first, and return whether another rank is to blame."""
+    is_broken = isinstance(error, RuntimeError) and _COLLECTIVE_BROKE.search(str(error))
+    if not is_broken and not isinstance(error, EpochSyncError):
+        departure.announce(f"left {_whereabouts()}: {type(error).__name__}: {error}")
+        return False
+    why = departure.why()
+    if isinstance(error, EpochSyncError):
+        lookout.say(str(error))
+    elif why:
+        lookout.say(f"{_whereabouts()}: {why}")
+    elif call := control_state().roll_call:
+        # A collective of training's own noticed a death first.
+        cause = "a collective of training broke"
+        lookout.say(str(call.call(_whereabouts(), 0.0, cause, frozenset(), False)))
+    else:
+        return False
+    if isinstance(error, PeerFailedError):
+        departure.let_leave_first(error.ranks)
+    elif why:
+        departure.let_leave_first((int(why.split()[1]),))
+    return True
+
+
+def _whereabouts() -> str:
+    """Return where this rank is: its pass, and its last batch there."""
+    group = control_state().group
+    if group is None or group.whereabouts is None:
+        return "before its first batch"
+    place, batches = group.whereabouts
+    return f"{place}, after batch {batches}"
 
 
 class Meeting:
@@ -429,6 +548,8 @@ class Meeting:
                     self._store.set(f"policy/{self._rank}", self._policy)
                     differing.sign(self._rank)
                 arrived.sign(self._rank)
+                if self._store.check("departed"):
+                    raise self._departed(self._store.get("departed"), waited)
                 if self._store.check("given up"):
                     raise self._never_came(self._store.get("given up"), waited)
                 if not arrived.absent():
@@ -452,25 +573,29 @@ class Meeting:
             time.sleep(interval)
             interval = min(0.25, interval * 1.5)
 
-    def try_out(self) -> str:
+    def try_out(self, seconds: float | None = None) -> str:
         """Collective: every rank calls this to make a group for a moment.
+
+        Args:
+            seconds: The bound of connecting; None takes `PROBE_SECONDS`.
 
         Returns:
             str: Why one could not be made, the same on all ranks; empty where it could.
         """
+        seconds = PROBE_SECONDS if seconds is None else seconds
         failed = Roll(self._store, "failed", self._world_size)
         tried = Roll(self._store, "tried", self._world_size)
         group = None
         try:
-            group = make_gloo_group(PROBE_SECONDS)
+            group = make_gloo_group(seconds)
         except Exception as error:
             self._store.set(f"failure/{self._rank}", str(error).strip().splitlines()[0])
             failed.sign(self._rank)
         tried.sign(self._rank)
-        until = time.monotonic() + PROBE_SECONDS + 10
+        until = time.monotonic() + seconds + 10
         while not self._store.check("outcome"):
             if not tried.absent() or time.monotonic() >= until:
-                outcome = self._describe(failed.signed(), tried.missing())
+                outcome = self._describe(failed.signed(), tried.missing(), seconds)
                 self._store.set_once("outcome", outcome)
             else:
                 time.sleep(0.05)
@@ -479,11 +604,11 @@ class Meeting:
             destroy_group(group)
         return self._store.get("outcome").strip()
 
-    def _describe(self, failed: set[int], missing: tuple[int, ...]) -> str:
+    def _describe(self, failed: set[int], missing: tuple[int, ...], seconds: float) -> str:
         parts = [f"rank {rank}: {self._store.get(f'failure/{rank}')}" for rank in sorted(failed)]
         # Those that could connect waited for those that could not: the first to fail tells why.
         parts = [part for part in parts if not _TIMED_OUT.search(part)] or parts
-        parts += [f"rank {rank}: not done after {PROBE_SECONDS:.0f} s" for rank in missing]
+        parts += [f"rank {rank}: not done after {seconds:.0f} s" for rank in missing]
         return "; ".join(parts[:4]) or " "
 
     def _compare(self, differing: Roll) -> None:
@@ -516,6 +641,13 @@ class Meeting:
                 "plain Python on that host)? Switch it on for every rank, or raise `timeout`."
             )
         return PeerLostError(f"[espnet_sync] first epoch: {message}", ranks=ranks, waited=waited)
+
+    def _departed(self, why: str, waited: float) -> PeerLostError:
+        return PeerLostError(
+            f"[espnet_sync] first epoch: {why}. Mend that, and start again.",
+            ranks=(int(why.split()[1]),),
+            waited=waited,
+        )
 
     def _no_store(self, waited: float, error: StoreUnreachableError) -> PeerLostError:
         return PeerLostError(

@@ -35,9 +35,9 @@ from espnet_sync.options import (
     stop_signal,
     sync_policy,
 )
-from espnet_sync.process_groups import NamedDefaultGroup, count_ranks
+from espnet_sync.process_groups import NamedDefaultGroup, count_ranks, is_distributed
 from espnet_sync.report import name_ranks, place
-from espnet_sync.roll_call import leave
+from espnet_sync.roll_call import Lookout, leave
 from espnet_sync.synced_iter_factory import SyncedIterFactory
 
 #: The keys of the parser and of the YAML, with their defaults. None: as train.
@@ -110,6 +110,7 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
     epoch_offset: int
     has_announced = False
     stop_request: "_StopSignal | None" = None
+    lookout: Lookout | None = None
 
     @classmethod
     def get_parser(cls) -> argparse.ArgumentParser:
@@ -144,15 +145,16 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         """Run a rank; let a stop signal end it after the epoch, and errors in good order."""
         number = _stop_signal(args)
         cls.stop_request = None if number is None else _StopSignal(number)
+        cls.lookout = lookout = Lookout()
         with _handled(number, cls.stop_request):
             try:
                 super().main_worker(args)
             except Exception as error:
-                line = leave(error)
-                if not line:
+                if not leave(error, lookout):
                     raise
-                logging.getLogger().error("%s", line)
                 sys.exit(1)
+            finally:
+                lookout.stop()
 
     @classmethod
     def check_required_command_args(cls, args: argparse.Namespace) -> None:
@@ -535,6 +537,8 @@ def _wrap(
     factory.context = " ".join(f"deal {dealt.fingerprint:x}" for dealt in deals)
     if mode == "train":
         factory.stop_request = cls.stop_request
+    if cls.lookout is not None and is_distributed():
+        cls.lookout.start()
     if not cls.has_announced:
         cls.has_announced = True
         factory.announcement = (

@@ -1,5 +1,6 @@
 """Small sets of real speech in ESPnet2's form, and training commands over them, each bounded."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -72,6 +73,11 @@ def run(
             late = False
         except subprocess.TimeoutExpired:
             late = True
+            # NOTE: torchrun puts each rank in a session of its own, out of killpg's reach: asked
+            # to end, it ends them, by SIGKILL after 30 s.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
