@@ -254,10 +254,12 @@ class LonePass:
     ahead = False
     stop_at = "shortest"
 
-    def __init__(self, label: str, epoch: int | None, logs: bool) -> None:
+    def __init__(
+        self, label: str, epoch: int | None, tell: Callable[[SyncReport], None] | None
+    ) -> None:
         self._label = label
         self._epoch = epoch
-        self._logs = logs
+        self._tell = tell
 
     def propose(self, offer: Offer, tally: Tally) -> None:
         """There is nobody to propose to."""
@@ -269,8 +271,8 @@ class LonePass:
     def finish(self, tally: Tally) -> SyncReport:
         """Return the report of rank 0."""
         report = make_report(self._label, self._epoch, tally.yielded, [tally.row(tally.yielded)])
-        if self._logs:
-            log_report(report)
+        if self._tell is not None:
+            self._tell(report)
         return report
 
     def note_batch(self) -> None:
@@ -341,6 +343,16 @@ class NamedFlagPass(FlagPass):
 
     _group: NamedDefaultGroup
 
+    def __init__(
+        self,
+        group: NamedDefaultGroup,
+        label: str,
+        epoch: int,
+        tell: Callable[[SyncReport], None],
+    ) -> None:
+        super().__init__(group, label, epoch)
+        self._tell = tell
+
     def _tell_end(self, tally: Tally) -> SyncReport:
         """Collective: every rank calls this right after a flag of 0."""
         rows = [Row(*row) for row in self._group.gather(tally.row(tally.yielded))]
@@ -352,10 +364,10 @@ class NamedFlagPass(FlagPass):
         return tuple(rank for rank, row in enumerate(rows) if row[0])
 
     def finish(self, tally: Tally) -> SyncReport:
-        """Return the report of all ranks, and log it on rank 0."""
+        """Return the report of all ranks, and tell it on rank 0."""
         report = super().finish(tally)
         if self._group.rank == 0:
-            log_report(report)
+            self._tell(report)
         return report
 
 
@@ -368,22 +380,23 @@ class FlagConsensus:
     def start_pass(self) -> PassConsensus:
         """Look up whether and where to exchange flags; called when a pass starts."""
         if not is_distributed():
-            return LonePass(self._label, epoch=None, logs=False)
+            return LonePass(self._label, epoch=None, tell=None)
         return FlagPass(DefaultGroup(), self._label, epoch=None)
 
 
 class NamedFlagConsensus:
     """What a factory uses with one rank, with `backend="default"`, and after a fallback."""
 
-    def __init__(self, label: str, epoch: int) -> None:
+    def __init__(self, label: str, epoch: int, tell: Callable[[SyncReport], None]) -> None:
         self._label = label
         self._epoch = epoch
+        self._tell = tell
 
     def start_pass(self) -> PassConsensus:
         """Look up the default group; called when a pass starts."""
         if self.has_peers():
-            return NamedFlagPass(NamedDefaultGroup(), self._label, self._epoch)
-        return LonePass(self._label, self._epoch, logs=True)
+            return NamedFlagPass(NamedDefaultGroup(), self._label, self._epoch, self._tell)
+        return LonePass(self._label, self._epoch, self._tell)
 
     def has_peers(self) -> bool:
         """Return whether there is more than one rank."""
@@ -449,10 +462,10 @@ class ControlPass:
         return decision
 
     def finish(self, tally: Tally) -> SyncReport:
-        """Return the report of all ranks, and log it on rank 0."""
+        """Return the report of all ranks, and tell it on rank 0."""
         assert self._report is not None
         if self._consensus.group.rank == 0:
-            log_report(self._report)
+            self._consensus.tell(self._report)
         return self._report
 
     def note_batch(self) -> None:
@@ -511,6 +524,7 @@ class ControlConsensus:
         options: The factory's options.
         epoch: The epoch as the inner factory sees it.
         factory: The factory's number in the job, the same on all ranks.
+        tell: Called on rank 0 with each pass's report.
         context: What else must be equal on all ranks, as text.
     """
 
@@ -521,6 +535,7 @@ class ControlConsensus:
         options: SyncOptions,
         epoch: int,
         factory: int,
+        tell: Callable[[SyncReport], None],
         context: str = "",
     ) -> None:
         self.group = group
@@ -528,6 +543,7 @@ class ControlConsensus:
         self.options = options
         self.epoch = epoch
         self._factory = factory
+        self.tell = tell
         self._context = f"; {context}" if context else ""
         self._passes = 0
         self._refusal: Exception | None = None
@@ -721,14 +737,18 @@ def peer_failed(
     )
 
 
-def log_report(report: SyncReport) -> None:
+def log_report(report: SyncReport, hint: str = "") -> None:
     """Log a pass's one line; called on rank 0 alone.
+
+    Args:
+        report: The pass's.
+        hint: What to add to the line, if anything.
 
     NOTE: through the root logger, as ESPnet2 does, but not through `logging.info()`, which
     would configure a root logger that the user has left unconfigured.
     """
     root = logging.getLogger()
-    root.info("%s", report)
+    root.info("%s%s", report, f"; {hint}" if hint else "")
     if report.batches == 0 and report.ended_by:
         root.warning(
             "%s: no rank yields a batch, since %s %s none. Are the utterances shorter than every "

@@ -1,6 +1,24 @@
-"""What a pass gave, and what ending it together cost."""
+"""What a pass gave, and what ending it together cost: its line, its table and its plot.
 
-from dataclasses import dataclass
+`python -m espnet_sync.report exp/.../epoch_sync.jsonl` shows the epochs of one run or of several.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+#: What a run writes its epochs to, in its output directory.
+FILE_NAME = "epoch_sync.jsonl"
+#: Okabe and Ito's palette, which the colour-blind can tell apart: for ranks, and for kinds.
+_RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+_RANK_MARKERS = "os^Dv<>P"
+#: With more ranks than this, the plot shows their span and not each.
+_SHOWN_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +99,265 @@ waited 0.5 s at most (rank 1)
         return "; ".join(parts)
 
 
+Run = tuple[str, list[SyncReport]]
+
+
+def append_report(file: Path, report: SyncReport) -> None:
+    """Append a pass's report to a file, as one line of JSON; called on rank 0 alone.
+
+    What a run left unfinished there, when it was killed or its disk was full, gets its own line.
+
+    Raises:
+        OSError: If the file can't be written.
+    """
+    with open(file, "ab+") as opened:
+        if opened.tell() > 0:
+            opened.seek(-1, os.SEEK_END)
+            if opened.read() != b"\n":
+                opened.write(b"\n")
+        opened.write(json.dumps(asdict(report)).encode() + b"\n")
+
+
+def read_reports(path: Path) -> list[SyncReport]:
+    """Read what `append_report` wrote, in the order of epochs.
+
+    A line that a killed run left unfinished is passed over; of an epoch that a resumed run went
+    through again, the last report counts.
+
+    Args:
+        path: The file, or the directory that holds it as `epoch_sync.jsonl`.
+
+    Raises:
+        ValueError: If there is none, it holds something else, or no epoch.
+    """
+    file = path / FILE_NAME if path.is_dir() else path
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise ValueError(
+            f"{file} does not exist: give the {FILE_NAME} that a training under espnet_sync "
+            "writes to its --output_dir, or that directory"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} can't be read as text: {error}") from None
+    reports: dict[tuple[str, int], SyncReport] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            # Cut off, in the midst of a row or of what was the last one before a rerun.
+            if '{"label"'.startswith(line[:8]):
+                continue
+            row = None
+        try:
+            report = _read_row(row)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"{file}, line {number}: {line[:40]!r} is no report of an epoch; is it another "
+                f"file than the {FILE_NAME} of a training?"
+            ) from None
+        reports[report.label, report.epoch or 0] = report
+    if not reports:
+        raise ValueError(f"{file} holds no epoch: has the run ended its first one?")
+    return [reports[key] for key in sorted(reports, key=lambda key: (key[1], key[0]))]
+
+
+def _read_row(row: Any) -> SyncReport:
+    ranks = tuple(RankReport(**rank) for rank in row["ranks"])
+    report = SyncReport(**{**row, "ended_by": tuple(row["ended_by"]), "ranks": ranks})
+    str(report)
+    return report
+
+
+def format_table(runs: Sequence[Run]) -> str:
+    """Return the epochs of some runs as a table, those of an epoch together.
+
+    Args:
+        runs: Each run's name, and its reports.
+
+    Raises:
+        ImportError: If tabulate is not installed.
+    """
+    from tabulate import tabulate
+
+    rows = []
+    for name, reports in runs:
+        for report in reports:
+            slowest = max(report.ranks, key=lambda rank: rank.waited)
+            row = {
+                "mode": report.label,
+                "epoch": report.epoch,
+                "run": name,
+                "ranks": len(report.ranks),
+                "batches per rank": report.batches,
+                "ended by": _name_briefly(report.ended_by, len(report.ranks)),
+                "discarded": sum(rank.discarded for rank in report.ranks),
+                "repeated": sum(rank.repeated for rank in report.ranks),
+                "waited at most": f"{slowest.waited:.1f} s (rank {slowest.rank})",
+            }
+            if len(runs) == 1:
+                del row["run"]
+            rows.append(row)
+    rows.sort(key=lambda row: (row["mode"], row["epoch"]))
+    return tabulate(rows, headers="keys")
+
+
+def _name_briefly(ranks: tuple[int, ...], world_size: int) -> str:
+    if not ranks:
+        return "request"
+    if len(ranks) == world_size:
+        return "all ranks"
+    shown = name_ranks(ranks[:4])
+    return shown if len(ranks) <= 4 else f"{shown}, ... ({len(ranks)})"
+
+
+def plot_reports(runs: Sequence[Run], file: Path) -> None:
+    """Draw batches, losses and waits over the epochs: a column for each run and mode.
+
+    Args:
+        runs: Each run's name, and its reports.
+        file: Where to, with a suffix that matplotlib knows, e.g. `.png`.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        OSError: If the file can't be written.
+        ValueError: If matplotlib does not know its suffix.
+    """
+    # NOTE: not through pyplot, whose state belongs to the training that this may run in.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    columns = [
+        (name, label, [each for each in reports if each.label == label])
+        for label in sorted({each.label for _, reports in runs for each in reports})
+        for name, reports in runs
+        if any(each.label == label for each in reports)
+    ]
+    figure = Figure(figsize=(1.5 + 4.5 * len(columns), 7.5), layout="constrained")
+    grid = figure.subplots(3, len(columns), squeeze=False, sharex="col")
+    figure.suptitle("How the ranks ended their epochs together")
+    first_of: dict[str, Any] = {}
+    for (name, label, reports), axes in zip(columns, grid.T, strict=True):
+        epochs = [report.epoch or 0 for report in reports]
+        axes[0].set_title(f"{label}\n{name}" if len(runs) > 1 else label)
+        _plot_batches(axes[0], epochs, reports)
+        _plot_losses(axes[1], epochs, reports)
+        _plot_waits(axes[2], epochs, reports)
+        axes[2].set_xlabel("epoch")
+        axes[2].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        # The runs of a mode are there to be compared.
+        for axis, first in zip(axes, first_of.setdefault(label, axes), strict=True):
+            if axis is not first:
+                axis.sharey(first)
+    texts = ("batches per rank", "batches, all ranks", "seconds in agreements")
+    for axes, text in zip(grid, texts, strict=True):
+        axes[0].set_ylabel(text)
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+        for axis in axes:
+            axis.grid(axis="y", alpha=0.3)
+            axis.set_axisbelow(True)
+    for axis in grid[:2].flat:
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for axis in grid[1:].flat:
+        axis.set_ylim(0, max(1.05 * axis.get_ylim()[1], 0.1))
+    figure.savefig(file, dpi=150)
+
+
+def _plot_batches(axis: Any, epochs: list[int], reports: list[SyncReport]) -> None:
+    pulled = [[rank.pulled for rank in report.ranks] for report in reports]
+    world_size = max(map(len, pulled))
+    if world_size <= _SHOWN_RANKS:
+        for rank in range(world_size):
+            points = [
+                (x, row[rank]) for x, row in zip(epochs, pulled, strict=True) if rank < len(row)
+            ]
+            # Beside one another, so that none hides another.
+            shift = 0.3 * ((rank + 0.5) / world_size - 0.5)
+            axis.plot(
+                [x + shift for x, _ in points],
+                [y for _, y in points],
+                _RANK_MARKERS[rank % len(_RANK_MARKERS)],
+                color=_RANK_COLOURS[rank % len(_RANK_COLOURS)],
+                label=f"pulled, rank {rank}",
+            )
+    else:
+        bounds = [list(map(each, pulled)) for each in (min, max)]
+        axis.fill_between(epochs, *bounds, color=_RANK_COLOURS[4], label="pulled, all ranks")
+    axis.margins(y=0.2)
+    axis.hlines(
+        [report.batches for report in reports],
+        [epoch - 0.35 for epoch in epochs],
+        [epoch + 0.35 for epoch in epochs],
+        color="black",
+        label="handed out",
+    )
+
+
+def _plot_losses(axis: Any, epochs: list[int], reports: list[SyncReport]) -> None:
+    bottom = [0] * len(epochs)
+    for word, colour, hatch in (("discarded", "#D55E00", ""), ("repeated", "#56B4E9", "//")):
+        heights = [sum(getattr(rank, word) for rank in report.ranks) for report in reports]
+        axis.bar(
+            epochs, heights, 0.6, bottom, color=colour, hatch=hatch, edgecolor="black", label=word
+        )
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+
+
+def _plot_waits(axis: Any, epochs: list[int], reports: list[SyncReport]) -> None:
+    for pick, style, word in ((max, "^-", "longest"), (min, "v--", "shortest")):
+        waits = [pick(rank.waited for rank in report.ranks) for report in reports]
+        colour = _RANK_COLOURS[0 if pick is max else 1]
+        axis.plot(epochs, waits, style, color=colour, label=f"{word} wait of a rank")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show the epochs of some runs, and return the exit code.
+
+    Args:
+        argv: The words after the program's name; None takes `sys.argv`'s.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m espnet_sync.report",
+        description="Show how the ranks of a training ended each epoch, for one run or several.",
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help=f"the {FILE_NAME} of a training, or its output directory",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the epochs, too")
+    arguments = parser.parse_args(argv)
+    try:
+        runs = [(name, read_reports(path)) for name, path in name_runs(arguments.runs).items()]
+        sys.stdout.write(format_table(runs) + "\n")
+        if arguments.plot is not None:
+            plot_reports(runs, arguments.plot)
+    except ImportError as error:
+        message = f"{error}: pip install tabulate matplotlib"
+    except (OSError, ValueError) as error:
+        message = str(error)
+    else:
+        return 0
+    sys.stderr.write(f"espnet_sync.report: error: {message}\n")
+    return 2
+
+
+def name_runs(paths: Sequence[Path]) -> Mapping[str, Path]:
+    """Return short names for some runs: where their paths differ.
+
+    Examples:
+        >>> list(name_runs([Path("exp/a/epoch_sync.jsonl"), Path("exp/b")]))
+        ['a', 'b']
+    """
+    folders = [path.parent if path.name.endswith(".jsonl") else path for path in paths]
+    names = [folder.absolute().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    return dict(zip(names, paths, strict=True))
+
+
 def place(label: str, epoch: int | None) -> str:
     """Return how messages name a pass.
 
@@ -109,3 +386,7 @@ def name_ranks(ranks: tuple[int, ...]) -> str:
         ('rank 2', 'ranks 0, 2, 5')
     """
     return f"rank{'s' if len(ranks) != 1 else ''} " + ", ".join(map(str, ranks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

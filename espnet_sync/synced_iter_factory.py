@@ -1,6 +1,7 @@
 """A decorator over ESPnet2's iterator factories whose epochs end on all ranks together."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -12,11 +13,13 @@ from espnet_sync.consensus import (
     ControlConsensus,
     FactoryConsensus,
     NamedFlagConsensus,
+    log_report,
 )
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
 from espnet_sync.errors import EpochSyncError, require_version
 from espnet_sync.options import SyncOptions, refuse_unknown
 from espnet_sync.process_groups import ControlGroup, NamedDefaultGroup, in_loader_worker
+from espnet_sync.report import SyncReport
 from espnet_sync.roll_call import open_control_group
 
 require_version("espnet", espnet2.__version__, "202511")
@@ -111,6 +114,8 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
         self.stop_request: StopRequest | None = None
         #: What else must be equal on all ranks, as text; compared in each agreement.
         self.context = ""
+        #: Called on rank 0 with each pass's report; a task sets it to do more than to log.
+        self.tell: Callable[[SyncReport], None] = log_report
         #: Logged on rank 0 by the first `build_iter`, with what the ranks agree over.
         self.announcement = ""
         self._group: ControlGroup | None = None
@@ -162,7 +167,7 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
     def _consensus(self, epoch: int) -> FactoryConsensus:
         """Collective: every rank calls this in `build_iter`; the first one makes the group."""
         options = self.options
-        flag = NamedFlagConsensus(options.label, epoch)
+        flag = NamedFlagConsensus(options.label, epoch, self.tell)
         if not flag.has_peers():
             self._announce(0, "one rank alone")
             return flag
@@ -190,7 +195,7 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
             self._number = state.group.factories + 1
         self._announce(ranks.rank, f"{ranks.world_size} ranks, a Gloo group ({options.policy})")
         return ControlConsensus(
-            state.group, state.roll_call, options, epoch, self._number, self.context
+            state.group, state.roll_call, options, epoch, self._number, self.tell, self.context
         )
 
     def _announce(self, rank: int, over: str) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,7 +25,16 @@ from espnet2.utils.nested_dict_action import NestedDictAction
 from espnet2.utils.types import str2bool
 
 from espnet_sync import __version__
-from espnet_sync.balance import ChunkOptions, Deal, apply_deal, deal, read_corpus
+from espnet_sync.balance import (
+    ChunkOptions,
+    Corpus,
+    Deal,
+    apply_deal,
+    deal,
+    deal_in_file_order,
+    read_corpus,
+)
+from espnet_sync.consensus import log_report
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
 from espnet_sync.errors import EmptyRankError
 from espnet_sync.options import (
@@ -36,7 +46,16 @@ from espnet_sync.options import (
     sync_policy,
 )
 from espnet_sync.process_groups import NamedDefaultGroup, count_ranks, is_distributed
-from espnet_sync.report import name_ranks, place
+from espnet_sync.report import (
+    FILE_NAME,
+    SyncReport,
+    append_report,
+    count,
+    name_ranks,
+    place,
+    plot_reports,
+    read_reports,
+)
 from espnet_sync.roll_call import Lookout, leave
 from espnet_sync.synced_iter_factory import SyncedIterFactory
 
@@ -149,6 +168,7 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         with _handled(number, cls.stop_request):
             try:
                 super().main_worker(args)
+                _plot_epochs(args)
             except Exception as error:
                 if not leave(error, lookout):
                     raise
@@ -176,16 +196,16 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         if is_split or mode not in _PREFIXES:
             return inner
         deals: list[Deal] = []
+        options = cls.build_iter_options(args, distributed_option, mode)
+        for name, value in (kwargs or {}).items():
+            setattr(options, name, value)
         if _balances(args, distributed_option, mode):
-            options = cls.build_iter_options(args, distributed_option, mode)
-            for name, value in (kwargs or {}).items():
-                setattr(options, name, value)
-            deals, reason = _make_deals(args, [options])
+            deals, reason = _make_deals(args, [options], deal)
             if deals:
                 made, reason = apply_deal(deals[0], inner, NamedDefaultGroup().rank)
                 inner, deals = (inner, []) if made is None else (made, deals)
             _warn_unbalanced(mode, reason)
-        return _wrap(cls, inner, args, mode, deals)
+        return _wrap(cls, inner, args, mode, deals, [options])
 
     @classmethod
     def build_multiple_iter_factory(
@@ -194,9 +214,10 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         """Wrap the factory over all splits."""
         inner = super().build_multiple_iter_factory(args, distributed_option, mode)
         deals: list[Deal] = []
+        options = cls.build_iter_options(args, distributed_option, mode)
+        splits = _split_options(options, len(inner.build_funcs))
         if _balances(args, distributed_option, mode):
-            options = cls.build_iter_options(args, distributed_option, mode)
-            deals, reason = _make_deals(args, _split_options(options, len(inner.build_funcs)))
+            deals, reason = _make_deals(args, splits, deal)
             if deals:
                 rank = NamedDefaultGroup().rank
                 inner.build_funcs = [
@@ -204,7 +225,7 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
                     for build, dealt in zip(inner.build_funcs, deals, strict=True)
                 ]
             _warn_unbalanced(mode, reason)
-        return _wrap(cls, inner, args, mode, deals)
+        return _wrap(cls, inner, args, mode, deals, splits)
 
 
 class _TaskIterator(EpochSyncIterator):
@@ -212,6 +233,8 @@ class _TaskIterator(EpochSyncIterator):
 
     NOTE: ESPnet2's Trainer would go on, and fail after the epoch on a missing `valid.loss`.
     """
+
+    describe_data: Callable[[], str]
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches, as `EpochSyncIterator.__iter__` does.
@@ -225,10 +248,10 @@ class _TaskIterator(EpochSyncIterator):
             ranks = report.ended_by
             raise EmptyRankError(
                 f"{place(report.label, report.epoch)} has no batch: {name_ranks(ranks)} "
-                f"{'has' if len(ranks) == 1 else 'have'} none. Is the {self.label} set too small "
-                "for this many ranks or this batch size, or is every utterance shorter than the "
-                "chunks? Take fewer ranks, a smaller batch_size or valid_batch_size, a smaller "
-                "chunk_length, or more data.",
+                f"{'has' if len(ranks) == 1 else 'have'} none. {self.describe_data()}. Is that "
+                "too little for this many ranks or this batch size, or is every utterance shorter "
+                "than the chunks? Take fewer ranks, a smaller batch_size or valid_batch_size, a "
+                "smaller chunk_length, or more data.",
                 ranks=ranks,
             )
 
@@ -274,6 +297,91 @@ class _StopSignal:
         parent = multiprocessing.parent_process()
         process = os.getpid() if parent is None else parent.pid
         return f"kill -{self._number.name.removeprefix('SIG')} {process} ends it after the epoch"
+
+
+class _EpochLog:
+    """What rank 0 does with the report of each of a mode's epochs.
+
+    It logs the line, which names `chunk_balance` where that would have saved data, and keeps a
+    row in the experiment's directory and scalars for TensorBoard.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        mode: str,
+        splits: Sequence[IteratorOptions],
+    ) -> None:
+        self._args = args
+        self._is_dealt_in_file_order = (
+            count_ranks() > 1
+            and _iterator_type(args, mode) == "chunk"
+            and not getattr(args, "chunk_balance", False)
+        )
+        self._splits = splits
+        self._expected: float | None = None
+        self._writer: Any = None
+
+    def __call__(self, report: SyncReport) -> None:
+        """Tell of a pass that has ended."""
+        log_report(report, self._hint(report))
+        folder = getattr(self._args, "output_dir", None)
+        if folder is None or not Path(folder).is_dir():
+            return
+        try:
+            append_report(Path(folder) / FILE_NAME, report)
+        except OSError as error:
+            logging.getLogger().warning(
+                "%s keeps no row of it: %s", place(report.label, report.epoch), error
+            )
+        if getattr(self._args, "use_tensorboard", False):
+            self._write_scalars(report, Path(folder) / "tensorboard" / "epoch_sync")
+
+    def _hint(self, report: SyncReport) -> str:
+        discarded = sum(rank.discarded for rank in report.ranks)
+        if not self._is_dealt_in_file_order or not discarded:
+            return ""
+        if self._expected is None:
+            # A rank pulls a few batches ahead and no more: what it still held, lengths tell.
+            dealt, _ = _make_deals(self._args, self._splits, deal_in_file_order)
+            self._expected = max((each.dropped for each in dealt), default=0.0)
+        seen = 100 * discarded / (discarded + report.batches * len(report.ranks))
+        share = max(seen, self._expected)
+        if share <= 2:
+            return ""
+        return f"an uneven deal loses {share:.0f} % of the data, set chunk_balance: true"
+
+    def _write_scalars(self, report: SyncReport, folder: Path) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder))
+        for name, value in (
+            ("batches", report.batches),
+            ("discarded", sum(rank.discarded for rank in report.ranks)),
+            ("repeated", sum(rank.repeated for rank in report.ranks)),
+            ("longest_wait", max(rank.waited for rank in report.ranks)),
+        ):
+            self._writer.add_scalar(f"{report.label}/{name}", value, report.epoch)
+        self._writer.flush()
+
+
+def _plot_epochs(args: argparse.Namespace) -> None:
+    """Draw the epochs of a training that has ended, where ESPnet2 puts its plots; on rank 0."""
+    folder = Path(args.output_dir)
+    rows = folder / FILE_NAME
+    if (
+        not args.use_matplotlib
+        or not rows.exists()
+        or (is_distributed() and NamedDefaultGroup().rank)
+    ):
+        return
+    try:
+        (folder / "images").mkdir(exist_ok=True)
+        runs = [(folder.name, read_reports(rows))]
+        plot_reports(runs, folder / "images" / "epoch_sync.png")
+    except (ImportError, OSError, ValueError) as error:
+        logging.getLogger().warning("espnet_sync draws no plot of the epochs: %s", error)
 
 
 def _stop_signal(args: argparse.Namespace) -> signal.Signals | None:
@@ -417,7 +525,7 @@ def _balances(args: argparse.Namespace, distributed: DistributedOption, mode: st
     """Return whether a mode's utterances are to be dealt by their number of chunks."""
     if not distributed.distributed:
         return False
-    kind = (mode == "valid" and args.valid_iterator_type) or args.iterator_type
+    kind = _iterator_type(args, mode)
     if not getattr(args, "chunk_balance", False):
         if kind == "chunk":
             _warn_of_shares(args, mode)
@@ -425,6 +533,11 @@ def _balances(args: argparse.Namespace, distributed: DistributedOption, mode: st
     if kind != "chunk":
         logging.getLogger().info("[%s] chunk_balance leaves a %s iterator alone", mode, kind)
     return bool(kind == "chunk")
+
+
+def _iterator_type(args: argparse.Namespace, mode: str) -> str:
+    kind: str = (mode == "valid" and args.valid_iterator_type) or args.iterator_type
+    return kind
 
 
 def _warn_of_shares(args: argparse.Namespace, mode: str) -> None:
@@ -446,7 +559,9 @@ def _warn_of_shares(args: argparse.Namespace, mode: str) -> None:
 
 
 def _make_deals(
-    args: argparse.Namespace, splits: Sequence[IteratorOptions]
+    args: argparse.Namespace,
+    splits: Sequence[IteratorOptions],
+    make: Callable[[ChunkOptions, Corpus], Deal],
 ) -> tuple[list[Deal], str]:
     """Deal each split's utterances to all ranks; where one can't be, none is, with the reason."""
     deals = []
@@ -473,7 +588,7 @@ def _make_deals(
                 default_fs=args.chunk_default_fs,
                 num_samples_per_epoch=split.num_iters_per_epoch,
             )
-            deals.append(deal(options, corpus))
+            deals.append(make(options, corpus))
         except ValueError as error:
             return [], str(error)
     return deals, ""
@@ -481,7 +596,7 @@ def _make_deals(
 
 def _split_options(options: IteratorOptions, number: int) -> list[IteratorOptions]:
     """Return the options of each split, as ESPnet2's multiple iterator makes them."""
-    count = options.num_iters_per_epoch
+    number_per_epoch = options.num_iters_per_epoch
     return [
         replace(
             options,
@@ -490,7 +605,9 @@ def _split_options(options: IteratorOptions, number: int) -> list[IteratorOption
                 for path, name, kind in options.data_path_and_name_and_type
             ],
             shape_files=[f"{path}/split.{index}" for path in options.shape_files],
-            num_iters_per_epoch=None if count is None else (count + index) // number,
+            num_iters_per_epoch=(
+                None if number_per_epoch is None else (number_per_epoch + index) // number
+            ),
         )
         for index in range(number)
     ]
@@ -508,6 +625,23 @@ def _build_dealt(build: Callable[[], AbsIterFactory], dealt: Deal, rank: int) ->
     return made
 
 
+def _describe_data(args: argparse.Namespace, mode: str, splits: Sequence[IteratorOptions]) -> str:
+    """Return what an epoch's number of batches follows from: ranks, batch size, lengths."""
+    told = f"There are {count(count_ranks(), 'rank', 'ranks')}, batch_size={splits[0].batch_size}"
+    if "chunk" in _iterator_type(args, mode):
+        told += f", chunk_length={args.chunk_length}"
+    for split in splits:
+        for file in split.shape_files[:1]:
+            corpus, reason = read_corpus(file)
+            if corpus is None:
+                told += f", {file}: {reason}"
+                continue
+            lengths = corpus.lengths.values()
+            told += f", and {count(len(lengths), 'utterance', 'utterances')} of {min(lengths):,} "
+            told += f"to {max(lengths):,} in {file}"
+    return told
+
+
 def _warn_unbalanced(mode: str, reason: str) -> None:
     if reason:
         logging.getLogger().warning(
@@ -523,6 +657,7 @@ def _wrap(
     args: argparse.Namespace,
     mode: str,
     deals: Sequence[Deal],
+    splits: Sequence[IteratorOptions],
 ) -> AbsIterFactory:
     """Wrap a train or valid factory. Never plot_att's: ESPnet2 iterates it on rank 0 alone."""
     policies = {mode: _read_options(args, mode)[0] for mode in _PREFIXES}
@@ -533,7 +668,12 @@ def _wrap(
         "label": mode,
         "epoch_offset": cls.epoch_offset,
     }
-    factory = SyncedIterFactory(inner, iterator_class=_TaskIterator, **options)
+
+    class Epoch(_TaskIterator):
+        describe_data = staticmethod(partial(_describe_data, args, mode, splits))
+
+    factory = SyncedIterFactory(inner, iterator_class=Epoch, **options)
+    factory.tell = _EpochLog(args, mode, splits)
     factory.context = " ".join(f"deal {dealt.fingerprint:x}" for dealt in deals)
     if mode == "train":
         factory.stop_request = cls.stop_request

@@ -18,6 +18,7 @@ from espnet_sync.consensus import (
     Offer,
     Then,
     decide,
+    log_report,
     same_place,
 )
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
@@ -309,6 +310,7 @@ class Rank:
             SyncOptions(label=label, **options),
             epoch,
             factory,
+            log_report,
         )
 
     def iterator(self, source: Any, **where: Any) -> EpochSyncIterator:

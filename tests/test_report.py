@@ -1,12 +1,25 @@
-"""The report of a pass: its fields and the line for the log."""
+"""The report of a pass: its fields, its line, and the table and plot of a run's epochs."""
 
 import dataclasses
+import json
 import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import espnet_sync
-from espnet_sync.report import RankReport, SyncReport
+from espnet_sync.report import (
+    RankReport,
+    SyncReport,
+    append_report,
+    format_table,
+    main,
+    plot_reports,
+    read_reports,
+)
 
 
 def make_report(
@@ -113,3 +126,125 @@ def test_the_line_of_a_lone_rank_speaks_of_no_others() -> None:
     assert str(alone) == "[train] epoch 3: 5 batches"
     stopped = dataclasses.replace(alone, ended_by=())
     assert str(stopped) == "[train] epoch 3: 5 batches; stopped on request"
+
+
+# --- The file, the table and the plot ---------------------------------------------------------
+
+
+def write_run(folder: Path, epochs: int = 3, ranks: int = 2) -> Path:
+    """Write a run's file, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for epoch in range(1, epochs + 1):
+        for label, batches in (("train", 20), ("valid", 4)):
+            rows = tuple(
+                RankReport(
+                    rank=rank, pulled=batches + rank, discarded=rank, waited=0.5 * rank + epoch
+                )
+                for rank in range(ranks)
+            )
+            report = make_report(batches, (0,), label=label, epoch=epoch, ranks=rows)
+            append_report(folder / "epoch_sync.jsonl", report)
+    return folder / "epoch_sync.jsonl"
+
+
+def test_reports_come_back_as_they_were_written(tmp_path: Path) -> None:
+    report = make_report()
+    append_report(tmp_path / "epoch_sync.jsonl", report)
+    assert read_reports(tmp_path / "epoch_sync.jsonl") == [report]
+    assert read_reports(tmp_path) == [report]
+
+
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_a_line_that_was_cut_off_costs_nothing_else(tmp_path: Path, length: int) -> None:
+    file = write_run(tmp_path, epochs=2)
+    whole = file.read_bytes()
+    last_line = whole.rstrip(b"\n").rindex(b"\n") + 1
+    file.write_bytes(whole[: last_line + length])
+    assert len(read_reports(file)) == 3
+    # A rerun goes on after it.
+    append_report(file, make_report(epoch=9))
+    assert [each.epoch for each in read_reports(file)] == [1, 1, 2, 9]
+
+
+def test_of_an_epoch_that_was_run_again_the_last_report_counts(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    again = make_report(7, label="train", epoch=2)
+    append_report(file, again)
+    assert [each for each in read_reports(file) if (each.label, each.epoch) == ("train", 2)] == [
+        again
+    ]
+
+
+def test_the_table_has_a_row_for_each_epoch_and_names_what_was_slow(tmp_path: Path) -> None:
+    table = format_table([("a", read_reports(write_run(tmp_path)))])
+    head, _, *rows = table.splitlines()
+    assert "run" not in head.split()
+    assert len(rows) == 6
+    assert rows[0].split() == "train 1 2 20 rank 0 1 0 1.5 s (rank 1)".split()
+
+
+def test_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(write_run(tmp_path / name, epochs=2).parent) for name in ("first", "second")]
+    assert main([*paths, "--plot", str(tmp_path / "plot.png")]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[:3] for row in rows[:4]] == [
+        ["train", "1", "first"],
+        ["train", "1", "second"],
+        ["train", "2", "first"],
+        ["train", "2", "second"],
+    ]
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_any_number_of_ranks_can_be_drawn(tmp_path: Path, ranks: int) -> None:
+    plot_reports([("a", read_reports(write_run(tmp_path, 1, ranks)))], tmp_path / "plot.pdf")
+    assert (tmp_path / "plot.pdf").stat().st_size > 1000
+
+
+BAD_FILES = {
+    "missing": (None, "does not exist: give the epoch_sync.jsonl"),
+    "empty": ("", "holds no epoch"),
+    "foreign": ("%PDF-1.4\n", "line 1: '%PDF-1.4' is no report of an epoch"),
+    "json of another kind": ('{"epoch": 1}\n', "line 1: .* is no report of an epoch"),
+    "binary": ("\udcff", "can't be read as text"),
+    "wrong types": (
+        '{"label": "a", "epoch": 1, "batches": "x", "ended_by": [], "ranks": []}',
+        "is no report",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_one_line_and_exit_2(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, message = BAD_FILES[name]
+    file = tmp_path / "epoch_sync.jsonl"
+    if text is not None:
+        file.write_bytes(text.encode(errors="surrogateescape"))
+    assert main([str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("espnet_sync.report: error: ")
+    assert re.search(message, line)
+
+
+def test_a_plot_of_an_unknown_kind_is_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(write_run(tmp_path)), "--plot", str(tmp_path / "plot.doc")]) == 2
+    assert "not supported" in capsys.readouterr().err
+
+
+def test_it_is_a_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "espnet_sync.report", str(write_run(tmp_path))]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "batches per rank" in shown.stdout
+    row = json.loads((tmp_path / "epoch_sync.jsonl").read_text().splitlines()[0])
+    assert row["ranks"][1] == {
+        "rank": 1,
+        "pulled": 21,
+        "discarded": 1,
+        "repeated": 0,
+        "waited": 1.5,
+    }

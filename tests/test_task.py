@@ -3,6 +3,7 @@
 import argparse
 import io
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -19,7 +20,8 @@ from espnet2.train.distributed_utils import DistributedOption
 
 import espnet_sync
 from espnet_sync import EmptyRankError, PeerFailedError, SyncedIterFactory
-from espnet_sync.task import synced
+from espnet_sync.report import RankReport, SyncReport
+from espnet_sync.task import _EpochLog, synced
 from tests.factories import frozen
 
 TEXTS = ["abc", "bca", "aabb", "cab", "a", "bb", "abcabc", "ccc"]
@@ -422,6 +424,10 @@ def test_an_epoch_without_a_batch_is_an_error_that_says_what_to_do(mode: str, da
     assert raised.value.ranks == (0,)
     for remedy in ("fewer ranks", "batch_size", "chunk_length", "more data"):
         assert remedy in str(raised.value)
+    facts = (
+        f"There are 1 rank, batch_size=2, chunk_length=1000, and 8 utterances of 1 to 6 in {data}"
+    )
+    assert facts in str(raised.value)
 
 
 def test_an_epoch_that_was_stopped_before_its_first_batch_is_no_error(data: Path) -> None:
@@ -429,3 +435,45 @@ def test_an_epoch_that_was_stopped_before_its_first_batch_is_no_error(data: Path
     epoch.request_stop()
     assert list(epoch) == []
     assert len(list(epoch)) == 4
+
+
+# --- The line of an epoch ---------------------------------------------------------------------
+
+
+def make_report(batches: int, discarded: int) -> SyncReport:
+    ranks = (
+        RankReport(rank=0, pulled=batches + discarded, discarded=discarded),
+        RankReport(rank=1, pulled=batches),
+    )
+    return SyncReport(label="train", epoch=1, batches=batches, ended_by=(1,), ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("words", "batches", "discarded", "percent"),
+    [
+        (["--iterator_type", "chunk"], 10, 4, "17"),
+        # 13 and 11 chunks, by the lengths of the texts.
+        (["--iterator_type", "chunk"], 1000, 4, "8"),
+        (["--iterator_type", "chunk"], 10, 0, None),
+        (["--iterator_type", "chunk", "--chunk_balance", "true"], 10, 4, None),
+        (["--iterator_type", "sequence"], 10, 4, None),
+    ],
+    ids=["seen", "by the lengths", "nothing discarded", "balanced", "no chunks"],
+)
+def test_the_line_names_the_key_where_the_deal_loses_data(
+    words: list[str],
+    batches: int,
+    discarded: int,
+    percent: str | None,
+    data: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("espnet_sync.task.count_ranks", lambda: 2)
+    caplog.set_level("INFO")
+    args = read_args(data, *words, "--chunk_length", "1", "--chunk_shift_ratio", "1")
+    options = synced(LMTask).build_iter_options(args, DistributedOption(), "train")
+    _EpochLog(args, "train", [options])(make_report(batches, discarded))
+    (line,) = [message for message in caplog.messages if message.startswith("[train] epoch 1: ")]
+    hint = re.search(r"an uneven deal loses (\d+) % of the data, set chunk_balance: true$", line)
+    assert (hint and hint[1]) == percent

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from espnet_sync.report import read_reports
 from tests.ranks import run_ranks
 from tests.speech import (
     ASR,
@@ -68,6 +70,7 @@ def test_asr_trains_plots_resumes_and_decodes(speech: Path, tmp_path: Path) -> N
     assert second.lines(r"The training was resumed using .*checkpoint\.pth")
     assert passes(second, "train") == [(2, 2, TOGETHER)]
     assert passes(second, "valid") == [(2, 2, TOGETHER)]
+    assert [each.epoch for each in read_reports(tmp_path / "exp")] == [1, 1, 2, 2]
 
     written = yaml.safe_load((tmp_path / "exp" / "config.yaml").read_text())
     assert (written["epoch_sync"], written["valid_epoch_sync_conf"]) == ("shortest", None)
@@ -90,11 +93,29 @@ def test_asr_trains_with_a_multiple_iterator(speech: Path, tmp_path: Path) -> No
 
 def test_enhancement_trains_with_chunks_and_uneven_ranks(speech: Path, tmp_path: Path) -> None:
     words = data_words(speech, ENHANCEMENT_SOURCES, ["speech_shape"])
-    ended = train("espnet2.bin.enh_train", tmp_path, ENHANCEMENT, *words)
+    config = {**ENHANCEMENT, "use_tensorboard": True}
+    ended = train("espnet2.bin.enh_train", tmp_path, config, *words)
     assert_in_step(ended)
     for label in ("train", "valid"):
         assert {ended_by for _, _, ended_by in passes(ended, label)} == {"rank 1 ran out first"}
-    assert ended.lines(r"\[train\] epoch 1: .* [1-9]\d* batch(?:es)? discarded")
+    line = r"\[train\] epoch 1: .* [1-9]\d* batch(?:es)? discarded.* set chunk_balance: true$"
+    assert len(ended.lines(line)) == 1
+
+    reports = read_reports(tmp_path / "exp")
+    assert [(each.label, each.epoch) for each in reports] == [
+        ("train", 1),
+        ("valid", 1),
+        ("train", 2),
+        ("valid", 2),
+    ]
+    assert [each.batches for each in reports[::2]] == [
+        batches for _, batches, _ in passes(ended, "train")
+    ]
+    assert (tmp_path / "exp" / "images" / "epoch_sync.png").read_bytes().startswith(b"\x89PNG")
+    scalars = EventAccumulator(str(tmp_path / "exp" / "tensorboard" / "epoch_sync"))
+    scalars.Reload()
+    assert [event.step for event in scalars.Scalars("train/discarded")] == [1, 2]
+    assert scalars.Scalars("valid/batches")[0].value == reports[1].batches
 
 
 def test_enhancement_trains_with_chunks_by_category(speech: Path, tmp_path: Path) -> None:

@@ -40,6 +40,29 @@ def parse_training_args(command: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def parse_balanced_args(
+    command: Sequence[str],
+) -> tuple[argparse.Namespace, type[EnhancementTask]]:
+    """Parse the same for espnet_sync's deal, and for nothing else of it.
+
+    Args:
+        command: The arguments.
+
+    Returns:
+        The arguments, and the task that takes them.
+
+    Raises:
+        ImportError: If espnet_sync is not installed.
+    """
+    from espnet_sync import synced
+
+    task = synced(EnhancementTask)
+    deal_alone = ["--chunk_balance", "true", "--epoch_sync", "none", "--valid_epoch_sync", "none"]
+    args = task.get_parser().parse_args([*command, *deal_alone])
+    resolve_distributed_mode(args)
+    return args, task
+
+
 def join_ranks(timeout: float) -> None:
     """Join the Gloo group of the ranks that torchrun started.
 
@@ -51,12 +74,15 @@ def join_ranks(timeout: float) -> None:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
 
 
-def build_iter_factory(args: argparse.Namespace, mode: str) -> AbsIterFactory:
+def build_iter_factory(
+    args: argparse.Namespace, mode: str, task: type[EnhancementTask] = EnhancementTask
+) -> AbsIterFactory:
     """Build the factory of this rank, as ESPnet2's training does.
 
     Args:
         args: The training arguments.
         mode: `train` or `valid`.
+        task: ESPnet2's own, or one that deals the data otherwise.
 
     Returns:
         ESPnet2's own factory.
@@ -68,7 +94,7 @@ def build_iter_factory(args: argparse.Namespace, mode: str) -> AbsIterFactory:
     level = logging.getLogger().level
     logging.getLogger().setLevel(logging.ERROR)
     try:
-        return EnhancementTask.build_iter_factory(args, option, mode)
+        return task.build_iter_factory(args, option, mode)
     except RuntimeError as error:
         raise SystemExit(
             f"Error: ESPnet2 can't deal the {mode} data to "
