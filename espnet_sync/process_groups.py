@@ -3,13 +3,16 @@
 Who decides what to exchange, and what follows from it, is `consensus.py`.
 """
 
+import gc
 import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed
@@ -222,9 +225,8 @@ def _store_host(store: Any) -> int | None:
     """Return the rank whose process serves the store, or None where that is no rank's."""
     while isinstance(store, torch.distributed.PrefixStore):
         store = store.underlying_store
-    served_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_tcp = isinstance(store, torch.distributed.TCPStore)
-    return 0 if is_tcp and not served_by_launcher else None
+    return 0 if is_tcp and not served_by_torchrun() else None
 
 
 class Watch(Protocol):
@@ -537,3 +539,88 @@ def control_state() -> ControlState:
 def in_loader_worker() -> bool:
     """Return whether this process is a worker of a `DataLoader`."""
     return torch.utils.data.get_worker_info() is not None
+
+
+class _StoreOnlyGroup(torch.distributed.ProcessGroup):
+    """A default group that knows ranks and a store, and connects to nobody."""
+
+
+def join_store(init_method: str, rank: int, world_size: int, seconds: float) -> None:
+    """Initialise `torch.distributed` with a store alone; `espnet_sync.check` calls this, once.
+
+    Every rank calls it, and none waits for the others. With Gloo as the default group, ranks that
+    can't connect would fail in here, each by itself. With this one they first find one another
+    in the store, through which they then tell who could not connect, and why.
+
+    Args:
+        init_method: `tcp://HOST:PORT` or `file:///PATH`.
+        rank: This rank. Rank 0 serves a TCP store, unless torchrun does.
+        world_size: The number of ranks.
+        seconds: The bound of connecting to a TCP store.
+
+    Raises:
+        ValueError: If `init_method` is of neither form.
+        RuntimeError: If this rank can't serve, reach or open the store.
+    """
+    url = urlparse(init_method)
+    store: torch.distributed.Store
+    if url.scheme == "file" and url.path:
+        store = torch.distributed.FileStore(url.netloc + url.path, world_size)
+    elif url.scheme == "tcp" and url.hostname and url.port:
+        # NOTE: torchrun keeps its store when it starts the ranks again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = torch.distributed.PrefixStore(
+            f"attempt {attempt}",
+            torch.distributed.TCPStore(
+                url.hostname,
+                url.port,
+                world_size,
+                is_master=rank == 0 and not served_by_torchrun(),
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,
+            ),
+        )
+    else:
+        raise ValueError("it must be env://, tcp://HOST:PORT or file:///PATH")
+
+    _init_store_only(store, rank, world_size)
+
+
+def _init_store_only(store: torch.distributed.Store, rank: int, world_size: int) -> None:
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> _StoreOnlyGroup:
+        return _StoreOnlyGroup(rank, size)  # type: ignore[call-arg]  # torch's stub lacks it
+
+    if "store_only" not in torch.distributed.Backend.backend_list:
+        torch.distributed.Backend.register_backend("store_only", make, devices=["cpu"])
+    torch.distributed.init_process_group(
+        "cpu:store_only", store=store, rank=rank, world_size=world_size
+    )
+
+
+@contextmanager
+def played_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Have this process be one rank of a job without others; `espnet_sync.plan` does.
+
+    Code that asks torch for its rank is told; a collective in it would fail.
+
+    Raises:
+        RuntimeError: If `torch.distributed` is initialised already.
+    """
+    if is_distributed():
+        raise RuntimeError("torch.distributed is initialised: this process is a rank already")
+    _init_store_only(torch.distributed.HashStore(), rank, world_size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def leave_store() -> None:
+    """Undo `join_store`, so that a FileStore removes its file: with its last reference."""
+    torch.distributed.destroy_process_group()
+    gc.collect()  # torch's objects are in cycles
+
+
+def served_by_torchrun() -> bool:
+    """Return whether the store is served by torchrun's agent, and so by no rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -573,29 +573,25 @@ class Meeting:
             time.sleep(interval)
             interval = min(0.25, interval * 1.5)
 
-    def try_out(self, seconds: float | None = None) -> str:
+    def try_out(self) -> str:
         """Collective: every rank calls this to make a group for a moment.
-
-        Args:
-            seconds: The bound of connecting; None takes `PROBE_SECONDS`.
 
         Returns:
             str: Why one could not be made, the same on all ranks; empty where it could.
         """
-        seconds = PROBE_SECONDS if seconds is None else seconds
         failed = Roll(self._store, "failed", self._world_size)
         tried = Roll(self._store, "tried", self._world_size)
         group = None
         try:
-            group = make_gloo_group(seconds)
+            group = make_gloo_group(PROBE_SECONDS)
         except Exception as error:
             self._store.set(f"failure/{self._rank}", str(error).strip().splitlines()[0])
             failed.sign(self._rank)
         tried.sign(self._rank)
-        until = time.monotonic() + seconds + 10
+        until = time.monotonic() + PROBE_SECONDS + 10
         while not self._store.check("outcome"):
             if not tried.absent() or time.monotonic() >= until:
-                outcome = self._describe(failed.signed(), tried.missing(), seconds)
+                outcome = self._describe(failed.signed(), tried.missing())
                 self._store.set_once("outcome", outcome)
             else:
                 time.sleep(0.05)
@@ -604,11 +600,11 @@ class Meeting:
             destroy_group(group)
         return self._store.get("outcome").strip()
 
-    def _describe(self, failed: set[int], missing: tuple[int, ...], seconds: float) -> str:
+    def _describe(self, failed: set[int], missing: tuple[int, ...]) -> str:
         parts = [f"rank {rank}: {self._store.get(f'failure/{rank}')}" for rank in sorted(failed)]
         # Those that could connect waited for those that could not: the first to fail tells why.
         parts = [part for part in parts if not _TIMED_OUT.search(part)] or parts
-        parts += [f"rank {rank}: not done after {seconds:.0f} s" for rank in missing]
+        parts += [f"rank {rank}: not done after {PROBE_SECONDS:.0f} s" for rank in missing]
         return "; ".join(parts[:4]) or " "
 
     def _compare(self, differing: Roll) -> None:
