@@ -1,4 +1,4 @@
-# make setup | check | test | demo | bench | clean
+# make setup | check | test | test-compat | demo | bench | clean
 #
 # Each target makes .venv and installs what it needs, once: a stamp file for each set of extras
 # depends on setup.cfg. Another interpreter: make PYTHON=/path/to/python3.12 test
@@ -13,7 +13,7 @@ LINE_LENGTH := 99
 SHELL_FILES = .ci/run egs_demo/run.sh egs_demo/path.sh egs_demo/cmd.sh egs_demo/utils/parse_options.sh
 PYTHON_FILES = espnet_sync tests egs_demo/local
 
-.PHONY: setup check test demo bench clean help
+.PHONY: setup check test test-compat demo bench clean help
 
 help:
 	@sed -n '1,4s/^# \{0,1\}//p' Makefile
@@ -32,6 +32,15 @@ check: $(VENV)/.installed-dev
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The library's tests with older Pythons, torch and ESPnet. The demo and the trainings need the
+# speech in the wheel of espnet 202611.
+test-compat: .venv-compat-3.11/.installed .venv-compat-3.10/.installed
+	@for python in $(^D); do \
+	    $$python/bin/python -c 'import platform, espnet2, numpy, torch; print("Python", platform.python_version(), "torch", torch.__version__, "espnet", espnet2.__version__, "NumPy", numpy.__version__)'; \
+	    OMP_NUM_THREADS=1 $$python/bin/python -m pytest -m 'not training' \
+	        --ignore tests/test_egs_demo.py --ignore tests/test_readme.py $(PYTEST_ARGS); \
+	done
+
 demo: $(VENV)/.installed-demo
 	cd egs_demo && PATH="$(CURDIR)/$(BIN):$$PATH" ./run.sh $(DEMO_ARGS)
 
@@ -39,7 +48,7 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m tests.benchmarks
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-compat-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf egs_demo/data egs_demo/dump egs_demo/exp egs_demo/downloads
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -63,3 +72,19 @@ $(VENV)/.made:
 $(VENV)/.installed-%: setup.cfg $(VENV)/.made
 	$(BIN)/uv pip install -q --python $(BIN)/python -e '.[$*]'
 	touch $@
+
+# NOTE: espnet 202511 names neither torchaudio, which it needs, nor the NumPy that it crashes with;
+# and it keeps back setuptools, and so torch, which the last line brings up to date.
+COMPAT_TORCH_3.11 := torch torchaudio
+COMPAT_TORCH_3.10 := torch==2.4.* torchaudio==2.4.*
+
+.venv-compat-%/.installed: setup.cfg $(VENV)/.made
+	@for python in python$* ~/.pyenv/versions/$*.*/bin/python3; do \
+	    if "$$python" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$*")' 2> /dev/null; then \
+	        rm -rf $(@D); "$$python" -m venv $(@D); \
+	        $(BIN)/uv pip install -q --python $(@D)/bin/python 'espnet==202511' 'numpy<2.4' -e '.[compat]'; \
+	        $(BIN)/uv pip install -q --python $(@D)/bin/python --upgrade $(COMPAT_TORCH_$*); \
+	        touch $@; exit 0; \
+	    fi; \
+	done; \
+	echo "make: found no Python $*, which this target needs beside the others" >&2; exit 1

@@ -7,7 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -753,11 +753,13 @@ def test_the_flag_lives_where_the_group_can_reduce_it(
     backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("xpu")
+    accelerator = SimpleNamespace(
+        is_available=lambda: True,
+        current_accelerator=lambda *_, **__: torch.device("xpu"),
+        current_device_index=lambda: 1,
     )
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    # torch 2.4 and 2.5 have none.
+    monkeypatch.setattr(torch, "accelerator", accelerator, raising=False)
     with peers_that_offer(backend=backend) as fake:
         assert drain(EpochSyncIterator(numbers(1))) == [0]
     assert [device.type for device in fake.devices] == [kind, kind]

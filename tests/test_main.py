@@ -3,6 +3,7 @@
 import importlib.metadata
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -344,7 +345,9 @@ def test_a_bad_value_is_refused_at_start_without_a_traceback(
 def test_a_refusal_in_a_process_of_its_own_looks_the_same(tmp_path: Path) -> None:
     words = ["--epoch_sync_conf", "lookahed=2", "--output_dir", "exp", "--token_list", "x"]
     ended = run(["-m", "espnet2.bin.lm_train", *words], tmp_path)
-    assert (ended.code, ended.out) == (2, "")
+    assert ended.code == 2
+    # espnet 202511 says on standard output what it could not import.
+    assert re.sub("Failed to import Flash Attention.*\n", "", ended.out) == ""
     assert "Traceback" not in ended.err
     assert "epoch_sync_conf: unknown option lookahed=2" in ended.err.splitlines()[-1]
 
