@@ -21,10 +21,10 @@ help:
 setup: $(VENV)/.installed-dev
 
 check: $(VENV)/.installed-dev
-	$(BIN)/ruff check --line-length $(LINE_LENGTH) --select E,F,W,I,B,UP,D,N,SIM,RUF \
+	$(BIN)/ruff check --target-version py310 --line-length $(LINE_LENGTH) --select E,F,W,I,B,UP,D,N,SIM,RUF \
 	    --ignore D100,D104,D107,RUF022 --config 'lint.pydocstyle.convention="google"' \
 	    --per-file-ignores 'tests/*:D101,tests/*:D102,tests/*:D103,tests/*:D105' $(PYTHON_FILES)
-	$(BIN)/ruff format --check --line-length $(LINE_LENGTH) $(PYTHON_FILES)
+	$(BIN)/ruff format --check --target-version py310 --line-length $(LINE_LENGTH) $(PYTHON_FILES)
 	$(BIN)/mypy
 	cd egs_demo && ../$(BIN)/shellcheck -x ../.ci/run run.sh path.sh cmd.sh utils/parse_options.sh
 	$(BIN)/python -m pytest -q --doctest-modules espnet_sync

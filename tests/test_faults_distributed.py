@@ -722,7 +722,7 @@ def test_a_script_that_lost_a_rank_exits_as_promptly_as_without_us(tmp_path: Pat
             seen, ended = (tmp_path / str(number) / f"seen.{rank}").read_text().split()
             assert seen == ("PeerLostError" if job[0] else "RuntimeError")
             exited = (tmp_path / str(number) / f"exited.{rank}").read_text()
-            took[*job, rank] = float(exited) - float(ended)
+            took[(*job, rank)] = float(exited) - float(ended)
     for destroys in (True, False):
         for rank in (0, 2):
             assert took[True, destroys, rank] < took[False, destroys, rank] + 3, took

@@ -180,7 +180,7 @@ def test_the_table_has_a_row_for_each_epoch_and_names_what_was_slow(tmp_path: Pa
     head, _, *rows = table.splitlines()
     assert "run" not in head.split()
     assert len(rows) == 6
-    assert rows[0].split() == "train 1 2 20 rank 0 1 0 1.5 s (rank 1)".split()
+    assert " ".join(rows[0].split()) == "train 1 2 20 rank 0 1 0 1.5 s (rank 1)"
 
 
 def test_runs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
