@@ -544,6 +544,9 @@ def in_loader_worker() -> bool:
 class _StoreOnlyGroup(torch.distributed.ProcessGroup):
     """A default group that knows ranks and a store, and connects to nobody."""
 
+    def getBackendName(self) -> str:  # noqa: N802  # torch 2.4 asks when the group is destroyed
+        return "store_only"
+
 
 def join_store(init_method: str, rank: int, world_size: int, seconds: float) -> None:
     """Initialise `torch.distributed` with a store alone; `espnet_sync.check` calls this, once.

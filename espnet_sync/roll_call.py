@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from espnet_sync.errors import EpochSyncError, OutOfStepError, PeerFailedError, PeerLostError
 from espnet_sync.options import SyncOptions
@@ -34,6 +35,8 @@ ROLL_SECONDS = 10.0
 LEAVE_SECONDS = 2.0
 #: Seconds for connecting in the probe of a control group.
 PROBE_SECONDS = 30.0
+#: Seconds that ranks which still connect have, once another one has failed to.
+REFUSED_SECONDS = 5.0
 #: The timeout of the control group itself, never reached: ours is kept in the wait loop.
 GROUP_SECONDS = 30 * 86400.0
 #: Seconds that ranks which leave wait for each other, so that the one to blame dies first:
@@ -581,30 +584,54 @@ class Meeting:
         """
         failed = Roll(self._store, "failed", self._world_size)
         tried = Roll(self._store, "tried", self._world_size)
-        group = None
-        try:
-            group = make_gloo_group(PROBE_SECONDS)
-        except Exception as error:
-            self._store.set(f"failure/{self._rank}", str(error).strip().splitlines()[0])
-            failed.sign(self._rank)
-        tried.sign(self._rank)
+        made: list[Any] = []
+        reasons: list[str] = []
+
+        def connect() -> None:
+            try:
+                made.append(make_gloo_group(PROBE_SECONDS))
+            except Exception as error:
+                reasons.append(str(error).strip().splitlines()[0])
+
+        # NOTE: in a thread: a rank that waits for one whose connection was refused takes five
+        # times the group's timeout.
+        connecting = threading.Thread(target=connect, name="espnet_sync probe", daemon=True)
+        connecting.start()
         until = time.monotonic() + PROBE_SECONDS + 10
-        while not self._store.check("outcome"):
-            if not tried.absent() or time.monotonic() >= until:
-                outcome = self._describe(failed.signed(), tried.missing())
-                self._store.set_once("outcome", outcome)
-            else:
+        while True:
+            connecting.join(0.05)
+            try:
+                if not connecting.is_alive():
+                    if reasons:
+                        self._store.set(f"failure/{self._rank}", reasons[0])
+                        failed.sign(self._rank)
+                    tried.sign(self._rank)
+                if self._store.check("outcome"):
+                    break
+                if not tried.absent() or time.monotonic() >= until:
+                    outcome = self._describe(failed.signed(), tried.missing())
+                    self._store.set_once("outcome", outcome)
+                    break
+                if failed.absent() < self._world_size:
+                    # Others may be about to fail too, and tell more.
+                    until = min(until, time.monotonic() + REFUSED_SECONDS)
+            except StoreUnreachableError:
+                # While Gloo waits in the store, it answers no other thread.
+                if not connecting.is_alive():
+                    raise
+            if not connecting.is_alive():
                 time.sleep(0.05)
-        if group is not None:
+        if made:
             # NOTE: not before all are done: a rank may still be connecting to this one.
-            destroy_group(group)
+            destroy_group(made[0])
         return self._store.get("outcome").strip()
 
     def _describe(self, failed: set[int], missing: tuple[int, ...]) -> str:
         parts = [f"rank {rank}: {self._store.get(f'failure/{rank}')}" for rank in sorted(failed)]
         # Those that could connect waited for those that could not: the first to fail tells why.
         parts = [part for part in parts if not _TIMED_OUT.search(part)] or parts
-        parts += [f"rank {rank}: not done after {PROBE_SECONDS:.0f} s" for rank in missing]
+        if not parts:
+            parts = [f"rank {rank}: not done after {PROBE_SECONDS:.0f} s" for rank in missing]
         return "; ".join(parts[:4]) or " "
 
     def _compare(self, differing: Roll) -> None:

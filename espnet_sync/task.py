@@ -200,7 +200,7 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         for name, value in (kwargs or {}).items():
             setattr(options, name, value)
         if _balances(args, distributed_option, mode):
-            deals, reason = _make_deals(args, [options], deal)
+            deals, reason = make_deals(args, [options], deal)
             if deals:
                 made, reason = apply_deal(deals[0], inner, NamedDefaultGroup().rank)
                 inner, deals = (inner, []) if made is None else (made, deals)
@@ -217,7 +217,7 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         options = cls.build_iter_options(args, distributed_option, mode)
         splits = _split_options(options, len(inner.build_funcs))
         if _balances(args, distributed_option, mode):
-            deals, reason = _make_deals(args, splits, deal)
+            deals, reason = make_deals(args, splits, deal)
             if deals:
                 rank = NamedDefaultGroup().rank
                 inner.build_funcs = [
@@ -343,7 +343,7 @@ class _EpochLog:
             return ""
         if self._expected is None:
             # A rank pulls a few batches ahead and no more: what it still held, lengths tell.
-            dealt, _ = _make_deals(self._args, self._splits, deal_in_file_order)
+            dealt, _ = make_deals(self._args, self._splits, deal_in_file_order)
             self._expected = max((each.dropped for each in dealt), default=0.0)
         seen = 100 * discarded / (discarded + report.batches * len(report.ranks))
         share = max(seen, self._expected)
@@ -558,7 +558,7 @@ def _warn_of_shares(args: argparse.Namespace, mode: str) -> None:
         )
 
 
-def _make_deals(
+def make_deals(
     args: argparse.Namespace,
     splits: Sequence[IteratorOptions],
     make: Callable[[ChunkOptions, Corpus], Deal],

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -13,10 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed
 
 from espnet_sync.errors import EpochSyncError
+from espnet_sync.roll_call import PROBE_SECONDS
 from espnet_sync.synced_iter_factory import SyncedIterFactory
 from tests.factories import NumberFactory
 
@@ -55,8 +58,8 @@ def two_hosts() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
             ip("netns", "delete", space)
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    """Train some batches, then go on until the other host is out of reach; writes what it saw."""
+def join(rank: int, folder: Path) -> None:
+    """Initialise torch.distributed, with a port that the first host finds free."""
     port_file = folder / "port"
     while rank and not port_file.exists():
         time.sleep(0.05)
@@ -74,6 +77,11 @@ def run_rank(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600)
     )
+
+
+def lose_the_link(rank: int, folder: Path) -> None:
+    """Train some batches, then go on until the other host is out of reach; writes what it saw."""
+    join(rank, folder)
     factory = SyncedIterFactory(
         NumberFactory(1_000_000), label="train", timeout=TIMEOUT, backend="gloo"
     )
@@ -97,8 +105,23 @@ def run_rank(rank: int, folder: Path) -> None:
     (folder / f"seen.{rank}").write_text(json.dumps(seen))
 
 
-def start_rank(rank: int, space: str, end: str, folder: Path) -> subprocess.Popen[str]:
-    command = ["ip", "netns", "exec", space, sys.executable, "-m", __name__, str(rank)]
+def fall_back(rank: int, folder: Path) -> None:
+    """Train where the control group's Gloo takes the loopback, which leads nowhere."""
+    lines: list[str] = []
+    logging.getLogger().addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    join(rank, folder)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    started = time.monotonic()
+    iterator = SyncedIterFactory(NumberFactory(5 + rank), label="train").build_iter(1)
+    seen = {"took": time.monotonic() - started, "batches": len(list(iterator)), "lines": lines}
+    (folder / f"seen.{rank}").write_text(json.dumps(seen))
+
+
+def start_rank(
+    rank: int, space: str, end: str, folder: Path, what: str = "lose_the_link"
+) -> subprocess.Popen[str]:
+    command = ["ip", "netns", "exec", space, sys.executable, "-m", __name__, what, str(rank)]
     return subprocess.Popen(
         [*command, str(folder)],
         stdout=subprocess.PIPE,
@@ -113,15 +136,50 @@ def did_not_run(why: str) -> None:
     warnings.warn(f"THE TEST OF TWO HOSTS DID NOT RUN: {why}", stacklevel=2)
 
 
-def test_both_sides_of_a_link_that_goes_down_name_the_other(tmp_path: Path) -> None:
-    if os.geteuid() or not shutil.which("ip"):
-        return did_not_run("it needs root and iproute2 (apt-get install iproute2)")
+@pytest.fixture
+def hosts() -> Iterator[tuple[tuple[str, str], tuple[str, str]] | None]:
+    """Give two hosts as `two_hosts` does, or None, with a warning, where that needs more."""
     with contextlib.ExitStack() as stack:
-        try:
-            spaces, ends = stack.enter_context(two_hosts())
-        except subprocess.CalledProcessError as error:
-            return did_not_run(f"{error.cmd}: {error.stderr}")
-        cut_and_look(spaces, ends, tmp_path)
+        made = None
+        if os.geteuid() or not shutil.which("ip"):
+            did_not_run("it needs root and iproute2 (apt-get install iproute2)")
+        else:
+            try:
+                made = stack.enter_context(two_hosts())
+            except subprocess.CalledProcessError as error:
+                did_not_run(f"{error.cmd}: {error.stderr}")
+        yield made
+
+
+def test_both_sides_of_a_link_that_goes_down_name_the_other(
+    hosts: tuple[tuple[str, str], tuple[str, str]] | None, tmp_path: Path
+) -> None:
+    if hosts is not None:
+        cut_and_look(*hosts, tmp_path)
+
+
+def test_hosts_whose_gloo_takes_the_loopback_fall_back_within_the_bound(
+    hosts: tuple[tuple[str, str], tuple[str, str]] | None, tmp_path: Path
+) -> None:
+    if hosts is None:
+        return
+    processes = [
+        start_rank(rank, space, end, tmp_path, "fall_back")
+        for rank, (space, end) in enumerate(zip(*hosts, strict=True))
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank in (0, 1):
+        assert processes[rank].returncode == 0, outputs[rank]
+        seen = json.loads((tmp_path / f"seen.{rank}").read_text())
+        assert seen["batches"] == 5
+        assert seen["took"] < within(PROBE_SECONDS), seen
+        told = [line for line in seen["lines"] if "could not make a Gloo group" in line]
+        assert len(told) == (rank == 0), seen
 
 
 def cut_and_look(spaces: tuple[str, str], ends: tuple[str, str], folder: Path) -> None:
@@ -150,4 +208,6 @@ def cut_and_look(spaces: tuple[str, str], ends: tuple[str, str], folder: Path) -
 
 
 if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), Path(sys.argv[2]))
+    {"lose_the_link": lose_the_link, "fall_back": fall_back}[sys.argv[1]](
+        int(sys.argv[2]), Path(sys.argv[3])
+    )
