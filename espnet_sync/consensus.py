@@ -110,6 +110,52 @@ def same_place(numbers: Sequence[int]) -> bool:
     return numbers[3] == -numbers[4]
 
 
+#: Bits of each half of a word that travels, and the largest number in a half.
+_HALF = 32
+_MOST = (1 << _HALF) - 1
+#: The longest length that travels: as a window of one more, which is doubled.
+_MOST_LENGTH = _MOST // 2 - 3
+#: Fingerprints are smaller than this: with a half beside it, one still fits an int64.
+FINGERPRINTS = 1 << (63 - _HALF)
+
+
+def pack(numbers: Sequence[int]) -> list[int]:
+    """Return an offer's numbers as the two that travel.
+
+    NOTE: Gloo reduces in a ring that every element goes round by itself, so that five numbers
+    cost up to four times what two do. MIN compares the upper half first: where all ranks have
+    the same fingerprint there, the lower half is that of the smallest; where they have not, the
+    smallest fingerprint comes back in one word, and the largest in the other.
+
+    Examples:
+        >>> unpack(pack([7, -4, 1, 9, -9]))
+        [7, -4, 1, 9, -9]
+    """
+    offer, minus_first_pass, go_on, fingerprint, _ = numbers
+    # In the order in which they count: a failure at once, a stop, all else.
+    first = offer + (offer > 0) if go_on else 1
+    return [
+        fingerprint << _HALF | first,
+        (FINGERPRINTS - 1 - fingerprint) << _HALF | _MOST + minus_first_pass,
+    ]
+
+
+def unpack(words: Sequence[int]) -> list[int]:
+    """Return the smallest of all ranks' numbers from the smallest of their words.
+
+    A failure at once hides a stop, which then makes no difference.
+    """
+    first, second = words
+    offer = first & _MOST
+    return [
+        offer - (offer > 1),
+        (second & _MOST) - _MOST,
+        int(offer != 1),
+        first >> _HALF,
+        (second >> _HALF) - FINGERPRINTS + 1,
+    ]
+
+
 def decide(numbers: Sequence[int], window: int, stop_at: str) -> Decision:
     """Return what the smallest numbers of all ranks mean, the same on each.
 
@@ -570,11 +616,14 @@ class ControlConsensus:
     def agree_length(self, length: int, failure: str, stop: bool = False) -> int:
         """Collective: see `FactoryConsensus.agree_length`. `longest` yields the longest."""
         failed = length == FAILED_TO_BUILD
+        if length > _MOST_LENGTH:
+            length = UNSIZED
         # NOTE: a length travels as a window of length + 1 batches, so that it is 0 where unsized.
+        batches = 0 if failed else length + 1
         offer = Offer(
-            batches=0 if failed else length + 1,
+            batches=batches,
             failed=failed,
-            first_pass=length + 1,
+            first_pass=batches,
             stop=stop and not failed,
         )
 
@@ -626,7 +675,7 @@ class ControlConsensus:
             f"{count(self.group.handed_out, 'batch', 'batches')} in all; {options.policy}"
             f"{self._context})"
         )
-        digest = hashlib.blake2b(whole.encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(whole.encode(), digest_size=4).digest()
         waiting = Waiting(
             self._roll_call,
             self.group.serial + 1,
@@ -636,13 +685,15 @@ class ControlConsensus:
             between_epochs,
         )
 
-        def settle_in_step(reduced: list[int]) -> object:
+        def settle_in_step(words: list[int]) -> object:
             self._roll_call.note_meeting()
+            reduced = unpack(words)
             if not same_place(reduced):
                 raise self._out_of_step(whole, waiting)
             return settle(reduced, waiting)
 
-        return self.group.launch(numbers(int.from_bytes(digest, "big")), settle_in_step, waiting)
+        fingerprint = int.from_bytes(digest, "big") % FINGERPRINTS
+        return self.group.launch(pack(numbers(fingerprint)), settle_in_step, waiting)
 
     def _out_of_step(self, whole: str, waiting: Waiting) -> OutOfStepError:
         """Collective: every rank calls this where the reduced fingerprints differ."""

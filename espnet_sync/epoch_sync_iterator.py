@@ -125,7 +125,18 @@ class EpochSyncIterator:
         sync = self._consensus.start_pass()
         try:
             if sync.alone:
-                yield from self._iterate_alone(tally)
+                # NOTE: here and with a local counter, since this is all that a batch costs.
+                pulled = 0
+                if not self._stop_requested:
+                    for batch in self.generate():
+                        pulled += 1
+                        yield batch
+                        if self._stop_requested:
+                            break
+                    else:
+                        tally.first_pass = pulled
+                        self._warn_if_short(pulled)
+                tally.pulled = tally.yielded = pulled
                 self.report = sync.finish(tally)
             else:
                 batches = self._iterate_together(sync, tally)
@@ -213,18 +224,6 @@ class EpochSyncIterator:
             agreed = agree(UNSIZED if mine is None else mine, "")
         self._lengths["agreed"] = agreed if agreed >= 0 else None
         return agreed
-
-    def _iterate_alone(self, tally: Tally) -> Iterator[Any]:
-        if self._stop_requested:
-            return
-        for batch in self.generate():
-            tally.pulled += 1
-            tally.yielded += 1
-            yield batch
-            if self._stop_requested:
-                return
-        tally.first_pass = tally.pulled
-        self._warn_if_short(tally.pulled)
 
     def _iterate_together(self, sync: PassConsensus, tally: Tally) -> Generator[Any, None, None]:
         pulls = _Pulls(self, sync, tally)

@@ -286,7 +286,7 @@ class ControlGroup:
     """
 
     #: Numbers in each exchange. Gloo aborts the process where ranks send different sizes.
-    WIDTH = 5
+    WIDTH = 2
     #: Bytes of a text in `gather_texts`.
     TEXT_BYTES = 4096
     #: Seconds of one slice of a wait; between slices signals work and the watch looks around.

@@ -4,6 +4,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from espnet_sync.consensus import (
     FAILED_TO_BUILD,
+    FINGERPRINTS,
     UNSIZED,
     ControlConsensus,
     Decision,
@@ -19,7 +21,9 @@ from espnet_sync.consensus import (
     Then,
     decide,
     log_report,
+    pack,
     same_place,
+    unpack,
 )
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
 from espnet_sync.errors import (
@@ -43,10 +47,11 @@ def offer(batches: int, **facts: Any) -> Offer:
 
 
 def reduced(offers: Sequence[Offer], fingerprints: Sequence[int] = ()) -> list[int]:
-    """Return what a MIN reduction of the ranks' numbers gives."""
+    """Return what a MIN reduction of the words that carry the ranks' numbers gives."""
     places = fingerprints or [7] * len(offers)
-    rows = [one.numbers(place) for one, place in zip(offers, places, strict=True)]
-    return [min(column) for column in zip(*rows, strict=True)]
+    rows = [pack(one.numbers(place)) for one, place in zip(offers, places, strict=True)]
+    assert all(-(2**63) <= word < 2**63 for row in rows for word in row)
+    return unpack([min(column) for column in zip(*rows, strict=True)])
 
 
 def test_numbers_put_a_failure_after_as_many_batches_before_the_end() -> None:
@@ -64,12 +69,12 @@ def test_numbers_carry_the_first_pass_the_stop_and_the_place() -> None:
     assert offer(3, stop=True, failed=True, first_pass=2).numbers(9) == [1, -2, 0, 9, -9]
 
 
-@pytest.mark.parametrize("places", [(5, 5, 5), (0, 0, 0), (2**56 - 1,) * 3])
+@pytest.mark.parametrize("places", [(5, 5, 5), (0, 0, 0), (2**31 - 1,) * 3])
 def test_ranks_with_equal_fingerprints_are_at_the_same_place(places: tuple[int, ...]) -> None:
     assert same_place(reduced([offer(1)] * 3, places))
 
 
-@pytest.mark.parametrize("places", [(5, 6, 6), (6, 5, 6), (6, 6, 5), (0, 2**56 - 1, 1)])
+@pytest.mark.parametrize("places", [(5, 6, 6), (6, 5, 6), (6, 6, 5), (0, 2**31 - 1, 1)])
 def test_ranks_with_unequal_fingerprints_are_not(places: tuple[int, ...]) -> None:
     assert not same_place(reduced([offer(1)] * 3, places))
 
@@ -943,3 +948,47 @@ def test_all_ranks_empty_is_an_error_with_longest_and_an_end_with_shortest(windo
     for error in play(2, lambda rank: part(rank, "longest")):
         assert isinstance(error, EmptyRankError)
         assert error.ranks == (0, 1)
+
+
+# --- What travels -----------------------------------------------------------------------------
+
+FINGERPRINT = st.integers(0, FINGERPRINTS - 1)
+OFFER = st.builds(
+    Offer,
+    batches=st.integers(0, 2**31 - 3),
+    failed=st.booleans(),
+    first_pass=st.integers(0, 2**31 - 3),
+    stop=st.just(False),
+)
+
+
+@given(st.lists(OFFER, min_size=1, max_size=5), FINGERPRINT)
+def test_ranks_at_one_place_get_the_smallest_of_each_number(
+    offers: list[Offer], fingerprint: int
+) -> None:
+    numbers = [one.numbers(fingerprint) for one in offers]
+    least = [min(column) for column in zip(*numbers, strict=True)]
+    assert reduced(offers, [fingerprint] * len(offers)) == least
+
+
+@given(st.lists(OFFER, min_size=2, max_size=5), FINGERPRINT, st.data())
+def test_a_stop_of_any_rank_reaches_all_unless_one_fails_at_once(
+    offers: list[Offer], fingerprint: int, data: st.DataObject
+) -> None:
+    stopping = data.draw(st.integers(0, len(offers) - 1))
+    offers[stopping] = replace(offers[stopping], stop=True)
+    numbers = reduced(offers, [fingerprint] * len(offers))
+    fails_at_once = any(one.failed and not one.batches and not one.stop for one in offers)
+    assert numbers[0] == (0 if fails_at_once else 1)
+    assert (numbers[2] == 0) == (not fails_at_once)
+    assert same_place(numbers)
+
+
+@given(st.lists(st.tuples(OFFER, FINGERPRINT), min_size=2, max_size=5))
+def test_other_fingerprints_are_seen_by_all(offers: list[tuple[Offer, int]]) -> None:
+    ranks, places = zip(*offers, strict=True)
+    assert same_place(reduced(ranks, places)) == (len(set(places)) == 1)
+
+
+def test_a_length_that_does_not_fit_is_none() -> None:
+    assert play(2, lambda rank: rank.consensus().agree_length(2**40, "")) == [UNSIZED] * 2

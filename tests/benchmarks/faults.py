@@ -1,9 +1,7 @@
 """What each surviving rank sees of a fault, and after how long; beside it espnet3's class."""
 
-import importlib.util
 import multiprocessing
 import os
-import platform
 import signal
 import tempfile
 import time
@@ -13,16 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import espnet2
 import torch
 import torch.distributed
 from espnet2.iterators.abs_iter_factory import AbsIterFactory
-from tabulate import tabulate
 from torch.utils.data import DataLoader, Dataset
 
-import espnet_sync
 from espnet_sync.errors import EpochSyncError, OutOfStepError
 from espnet_sync.synced_iter_factory import SyncedIterFactory
+from tests.benchmarks.machine import print_table, print_title
+from tests.benchmarks.ways import espnet3s_class
 from tests.ranks import Outcome, try_ranks
 
 RANKS = 3
@@ -96,21 +93,6 @@ def ours(inner: AbsIterFactory, epoch: int, label: str = "train") -> Any:
 
 def espnet3s(inner: AbsIterFactory, epoch: int, label: str = "train") -> Any:
     return espnet3s_class()(partial(inner.build_iter, epoch))
-
-
-def espnet3s_class() -> Any:
-    """Return `espnet3.components.data.epoch_sync_iterator.EpochSyncIterator`.
-
-    NOTE: from its file, since importing the package takes some 10 s on every rank.
-    """
-    package = importlib.util.find_spec("espnet3")
-    assert package is not None and package.submodule_search_locations
-    file = Path(package.submodule_search_locations[0]) / "components/data/epoch_sync_iterator.py"
-    spec = importlib.util.spec_from_file_location("espnet3s_epoch_sync_iterator", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.EpochSyncIterator
 
 
 def kill() -> None:
@@ -223,20 +205,12 @@ def measure(fault: str, make: Any) -> tuple[str, str]:
         )
 
 
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
-
-
 def main() -> None:
     """Measure all faults under both classes, and print a table for README."""
-    print(
-        f"{RANKS} ranks with Gloo on {processor()}; Python {platform.python_version()}, "
-        f"torch {torch.__version__}, espnet {espnet2.__version__}, espnet_sync "
-        f"{espnet_sync.__version__}. Rank {VICTIM} has the fault, at batch {AT}; seconds from the "
-        f"fault until the last of ranks 0 and 2 sees it; timeouts {TIMEOUT:.0f} s.\n"
+    print_title(
+        "Faults",
+        f"{RANKS} ranks with Gloo. Rank {VICTIM} has the fault, at batch {AT}; seconds from the "
+        f"fault until the last of ranks 0 and 2 sees it; timeouts {TIMEOUT:.0f} s.",
     )
     rows = [(f"rank {VICTIM}: {f}", *measure(f, ours), *measure(f, espnet3s)) for f in FAULTS]
-    headers = ("fault", "the others see", "s", "under espnet3's class", "s")
-    print(tabulate(rows, headers, tablefmt="github", disable_numparse=True))
+    print_table(("fault", "the others see", "s", "under espnet3's class", "s"), rows)
