@@ -339,7 +339,7 @@ class _EpochLog:
 
     def _hint(self, report: SyncReport) -> str:
         discarded = sum(rank.discarded for rank in report.ranks)
-        if not self._is_dealt_in_file_order or not discarded:
+        if not (self._is_dealt_in_file_order and discarded and report.ended_by):
             return ""
         if self._expected is None:
             # A rank pulls a few batches ahead and no more: what it still held, lengths tell.

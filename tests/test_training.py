@@ -127,7 +127,9 @@ def test_enhancement_trains_with_chunks_by_category(speech: Path, tmp_path: Path
         "category_sample_size": 2,
     }
     words = data_words(speech, ENHANCEMENT_SOURCES, ["speech_shape"])
+    words += ["--use_matplotlib", "false"]
     assert_in_step(train("espnet2.bin.enh_train", tmp_path, config, *words))
+    assert not list((tmp_path / "exp").rglob("*.png"))
 
 
 def test_language_identification_trains_by_category(speech: Path, tmp_path: Path) -> None:
