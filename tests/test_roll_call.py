@@ -15,7 +15,16 @@ import torch.distributed
 from espnet_sync import roll_call
 from espnet_sync.errors import OutOfStepError, PeerLostError
 from espnet_sync.process_groups import BoundedStore, StoreUnreachableError
-from espnet_sync.roll_call import LEAVE_SECONDS, ROLL_SECONDS, Meeting, Roll, RollCall, Waiting
+from espnet_sync.roll_call import (
+    DEPARTURE_SECONDS,
+    LEAVE_SECONDS,
+    ROLL_SECONDS,
+    Departure,
+    Meeting,
+    Roll,
+    RollCall,
+    Waiting,
+)
 
 
 class FakeStore:
@@ -542,3 +551,68 @@ def test_a_call_that_fails_tells_that_the_store_has_closed(
     with pytest.raises(StoreUnreachableError) as caught:
         bounded.add("word", 1)
     assert caught.value.closed
+
+
+# --- A rank that leaves -----------------------------------------------------------------------
+
+
+def departures(stage: Stage, world_size: int) -> tuple[FakeStore, list[Departure]]:
+    shared = FakeStore()
+    return shared, [
+        Departure(
+            FakeStore(shared),  # type: ignore[arg-type]
+            rank,
+            world_size,
+            stage.clock,
+            stage.sleep,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def test_a_rank_that_leaves_stays_until_all_others_have_heard(stage: Stage) -> None:
+    store, ends = departures(stage, 3)
+    parts = {0: lambda: ends[0].announce("left epoch 1"), 1: ends[1].sign, 2: ends[2].sign}
+    stage.play(parts, starts={1: 1, 2: 2})
+    assert 2 <= stage.ended[0] < 2.1
+    assert store.data["alarm"] == store.data["departed"] == "rank 0 left epoch 1"
+    assert store.data["gone/0"] == "left epoch 1"
+
+
+def test_a_rank_that_leaves_waits_a_bounded_time_for_those_that_do_not_hear(stage: Stage) -> None:
+    store, ends = departures(stage, 3)
+    stage.play({0: lambda: ends[0].announce("left"), 1: ends[1].sign})
+    assert DEPARTURE_SECONDS <= stage.ended[0] < DEPARTURE_SECONDS + 0.1
+    assert "gone/0" in store.data
+
+
+def test_of_two_ranks_that_leave_the_first_is_quoted_and_neither_waits_for_the_other(
+    stage: Stage,
+) -> None:
+    store, ends = departures(stage, 3)
+    assert ends[2].why() == ""
+    parts = {0: lambda: ends[0].announce("a"), 1: lambda: ends[1].announce("b"), 2: ends[2].sign}
+    stage.play(parts, starts={1: 0.5, 2: 1})
+    assert max(stage.ended.values()) < 1.2
+    assert ends[2].why() == "rank 0 a"
+    assert {"gone/0", "gone/1"} <= store.data.keys()
+
+
+@pytest.mark.parametrize(("leaves_at", "left_at"), [(2.0, 3.0), (60.0, DEPARTURE_SECONDS + 1)])
+def test_the_others_leave_after_the_one_to_blame_or_after_a_while(
+    stage: Stage, leaves_at: float, left_at: float
+) -> None:
+    _, ends = departures(stage, 2)
+    parts = {0: lambda: ends[0].announce("left"), 1: lambda: ends[1].let_leave_first((0,))}
+    stage.play(parts, starts={0: leaves_at})
+    assert left_at <= stage.ended[1] < left_at + 0.2
+
+
+def test_a_rank_that_comes_to_a_first_epoch_hears_of_one_that_has_left(stage: Stage) -> None:
+    for rank, meeting in meetings(3).items():
+        meeting._store.set("departed", "rank 2 left before its first batch: OSError: disk")
+        with pytest.raises(
+            PeerLostError, match=r"first epoch: rank 2 left .*: disk\. Mend"
+        ) as lost:
+            meeting.meet(60, 30)
+        assert lost.value.ranks == (2,), rank
