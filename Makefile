@@ -33,8 +33,7 @@ test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The library's tests with older Pythons, torch and ESPnet. The demo, the trainings and the
-# benchmarks need what is
-# in the wheel of espnet 202611: speech, and espnet3.
+# benchmarks need what is in the wheel of espnet 202611: speech, and espnet3.
 test-compat: .venv-compat-3.11/.installed .venv-compat-3.10/.installed
 	@for python in $(^D); do \
 	    $$python/bin/python -c 'import platform, espnet2, numpy, torch; print("Python", platform.python_version(), "torch", torch.__version__, "espnet", espnet2.__version__, "NumPy", numpy.__version__)'; \
