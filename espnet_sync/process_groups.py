@@ -20,7 +20,8 @@ import torch.utils.data
 
 from espnet_sync.errors import require_version
 
-require_version("torch", torch.__version__, "2.4")
+# NOTE: torch 2.4's destroy_process_group() waits for ever where an exchange was left in flight.
+require_version("torch", torch.__version__, "2.5")
 
 #: Backends that reduce CPU tensors. "undefined" is what `get_backend()` calls a group that was
 #: made without naming one: it has Gloo for the CPU.
@@ -544,7 +545,7 @@ def in_loader_worker() -> bool:
 class _StoreOnlyGroup(torch.distributed.ProcessGroup):
     """A default group that knows ranks and a store, and connects to nobody."""
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch 2.4 asks when the group is destroyed
+    def getBackendName(self) -> str:  # noqa: N802  # older torch asks when it is destroyed
         return "store_only"
 
 
