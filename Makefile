@@ -77,7 +77,7 @@ $(VENV)/.installed-%: setup.cfg $(VENV)/.made
 # NOTE: espnet 202511 names neither torchaudio, which it needs, nor the NumPy that it crashes with;
 # and it keeps back setuptools, and so torch, which the last line brings up to date.
 COMPAT_TORCH_3.11 := torch torchaudio
-COMPAT_TORCH_3.10 := torch==2.5.* torchaudio==2.5.*
+COMPAT_TORCH_3.10 := torch==2.8.* torchaudio==2.8.*
 
 .venv-compat-%/.installed: setup.cfg $(VENV)/.made
 	@for python in python$* ~/.pyenv/versions/$*.*/bin/python3; do \

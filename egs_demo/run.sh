@@ -338,7 +338,7 @@ if [ "${stage}" -le 3 ] && [ "${stop_stage}" -ge 3 ]; then
         -e 's/^.*INFO: ([0-9]+epoch) results: (\[train\]).* (loss=[^,]*),.* (total_count=[0-9]+), (\[valid\]).* (loss=[^,]*),.*$/\1: \2 \3, \4, \5 \6/p' \
         "${enh_exp}/train.log")
     echo "${summary:-No new epoch: the model in ${enh_exp} is trained for ${max_epoch} epochs or more.}"
-    if [ -e "${enh_exp}/epoch_sync.jsonl" ]; then
+    if [ "${#sync_args[@]}" -gt 0 ] && [ -e "${enh_exp}/epoch_sync.jsonl" ]; then
         mkdir -p "${enh_exp}/images"
         run "${enh_exp}/epochs.log" "${py[@]}" -m espnet_sync.report "${enh_exp}" \
             --plot "${enh_exp}/images/epoch_sync.png"

@@ -279,7 +279,10 @@ def run_rank(arguments: argparse.Namespace) -> int:
     thread.start()
     thread.join(arguments.timeout + LAST_SECONDS)
     if thread.is_alive():
-        check.complain("stuck. Set GLOO_SOCKET_IFNAME to the interface that reaches the others.")
+        check.complain(
+            "stuck. See that nothing else has taken MASTER_PORT on rank 0's host, and set "
+            "GLOO_SOCKET_IFNAME to the interface that reaches the others."
+        )
     return check.exit_code
 
 

@@ -182,10 +182,12 @@ def _find_task(name: str) -> type[AbsTask]:
     module = name if "." in name else f"espnet2.bin.{name}_train"
     try:
         found = vars(import_module(module)).values()
-    except ImportError as error:
+    # Whatever a user's module makes of being imported.
+    except (Exception, SystemExit) as error:
         raise BadInputError(
-            f"--task {name}: {module} can't be imported ({error}). Give the middle of a training "
-            "command's name, such as enh of espnet2.bin.enh_train, or a module"
+            f"--task {name}: {module} can't be imported ({type(error).__name__}: {error}). Give "
+            "the middle of a training command's name, such as enh of espnet2.bin.enh_train, or a "
+            "module"
         ) from None
     tasks = {each for each in found if isinstance(each, type) and issubclass(each, AbsTask)}
     tasks.discard(AbsTask)
@@ -332,8 +334,8 @@ def hints(plan: ModePlan) -> list[str]:
     mode, prefix = plan.mode, "" if plan.mode == "train" else "valid_"
     if plan.refused:
         return [
-            f"[{mode}] ESPnet2 will not start: {plan.refused}. Take fewer ranks, a larger "
-            f"{prefix}batch_size or more data."
+            f"[{mode}] ESPnet2 will not start: {plan.refused}. Take fewer ranks or "
+            + (f"a larger {prefix}batch_size." if "batch" in plan.refused else "more data.")
         ]
     longest = plan.policy == "longest"
     lost: dict[str, float] = {}

@@ -20,8 +20,8 @@ import torch.utils.data
 
 from espnet_sync.errors import require_version
 
-# NOTE: torch 2.4's destroy_process_group() waits for ever where an exchange was left in flight.
-require_version("torch", torch.__version__, "2.5")
+# NOTE: destroy_process_group() of torch 2.4 to 2.6 may wait for ever after our last exchange.
+require_version("torch", torch.__version__, "2.8")
 
 #: Backends that reduce CPU tensors. "undefined" is what `get_backend()` calls a group that was
 #: made without naming one: it has Gloo for the CPU.
@@ -213,7 +213,8 @@ class BoundedStore:
         thread.start()
         thread.join(self._seconds)
         if error:
-            raise StoreUnreachableError(str(error[0]).splitlines()[0], closed=True) from error[0]
+            brief = (str(error[0]).strip() or repr(error[0])).splitlines()[0]
+            raise StoreUnreachableError(brief, closed=True) from error[0]
         if not result:
             self._stuck = thread
             raise StoreUnreachableError(
@@ -569,6 +570,9 @@ def join_store(init_method: str, rank: int, world_size: int, seconds: float) -> 
     url = urlparse(init_method)
     store: torch.distributed.Store
     if url.scheme == "file" and url.path:
+        # NOTE: torch would try for minutes, and let no other thread run.
+        if not os.access(os.path.dirname(url.netloc + url.path) or ".", os.W_OK):
+            raise RuntimeError("its folder is not there, or can't be written to")
         store = torch.distributed.FileStore(url.netloc + url.path, world_size)
     elif url.scheme == "tcp" and url.hostname and url.port:
         # NOTE: torchrun keeps its store when it starts the ranks again.

@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -141,31 +142,46 @@ def read_reports(path: Path) -> list[SyncReport]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} can't be read as text: {error}") from None
     reports: dict[tuple[str, int], SyncReport] = {}
+    foreign = []
     for number, line in enumerate(lines, start=1):
+        row: Any = None
         try:
             row = json.loads(line)
-        except ValueError:
-            # Cut off, in the midst of a row or of what was the last one before a rerun.
-            if '{"label"'.startswith(line[:8]):
-                continue
-            row = None
-        try:
             report = _read_row(row)
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"{file}, line {number}: {line[:40]!r} is no report of an epoch; is it another "
-                f"file than the {FILE_NAME} of a training?"
-            ) from None
-        reports[report.label, report.epoch or 0] = report
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            # Empty, or cut off: the last one, or one before a rerun.
+            if row is not None or not '{"label"'.startswith(line[:8]):
+                foreign.append(f"{file}, line {number}: {line[:40]!r} is no report of an epoch")
+            continue
+        # A training that went on from an earlier epoch, or started again, begins there.
+        epoch = report.epoch or 0
+        for key in [key for key in reports if key[0] == report.label and key[1] >= epoch]:
+            del reports[key]
+        reports[report.label, epoch] = report
+    if not reports and foreign:
+        raise ValueError(f"{foreign[0]}; is it another file than the {FILE_NAME} of a training?")
     if not reports:
         raise ValueError(f"{file} holds no epoch: has the run ended its first one?")
+    if foreign:
+        logging.getLogger().warning("%s: passed over, %d in all", foreign[0], len(foreign))
     return [reports[key] for key in sorted(reports, key=lambda key: (key[1], key[0]))]
 
 
 def _read_row(row: Any) -> SyncReport:
+    """Return a report from its JSON, with every type as it was written."""
     ranks = tuple(RankReport(**rank) for rank in row["ranks"])
     report = SyncReport(**{**row, "ended_by": tuple(row["ended_by"]), "ranks": ranks})
-    str(report)
+    numbers = [report.epoch, report.batches, *report.ended_by]
+    numbers += [
+        number for each in ranks for number in (each.pulled, each.discarded, each.repeated)
+    ]
+    if not (
+        ranks
+        and isinstance(report.label, str)
+        and all(type(number) is int for number in numbers)
+        and all(isinstance(each.waited, (int, float)) for each in ranks)
+    ):
+        raise ValueError("a field of another type")
     return report
 
 
@@ -240,7 +256,7 @@ def plot_reports(runs: Sequence[Run], file: Path) -> None:
     margins |= {"top": 1 - 0.95 / height, "wspace": 0.22, "hspace": 0.12}
     grid = figure.subplots(3, len(columns), squeeze=False, sharex="col", gridspec_kw=margins)
     figure.suptitle("How the ranks ended their epochs together")
-    first_of: dict[str, Any] = {}
+    columns_of: dict[str, list[Any]] = {}
     for (name, label, reports), axes in zip(columns, grid.T, strict=True):
         epochs = [report.epoch or 0 for report in reports]
         axes[0].set_title(f"{label}\n{name}" if len(runs) > 1 else label)
@@ -249,14 +265,24 @@ def plot_reports(runs: Sequence[Run], file: Path) -> None:
         _plot_waits(axes[2], epochs, reports)
         axes[2].set_xlabel("epoch")
         axes[2].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        # The runs of a mode are there to be compared.
-        for axis, first in zip(axes, first_of.setdefault(label, axes), strict=True):
-            if axis is not first:
-                axis.sharey(first)
+        columns_of.setdefault(label, []).append(axes)
+    # The runs of a mode are there to be compared.
+    for columns_of_mode in columns_of.values():
+        for row, axes in enumerate(zip(*columns_of_mode, strict=True)):
+            lowest = min(axis.get_ylim()[0] for axis in axes) if row == 0 else 0
+            highest = max(axis.get_ylim()[1] for axis in axes)
+            for axis in axes:
+                axis.set_ylim(lowest, highest if row == 0 else max(1.05 * highest, 0.1))
     texts = ("batches per rank", "batches, all ranks", "seconds in agreements")
     for axes, text in zip(grid, texts, strict=True):
         axes[0].set_ylabel(text)
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+        shown = [axis.get_legend_handles_labels() for axis in axes]
+        signs = {
+            text: sign for signs, texts in shown for sign, text in zip(signs, texts, strict=True)
+        }
+        axes[-1].legend(
+            signs.values(), signs, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small"
+        )
         for axis in axes:
             axis.grid(axis="y", alpha=0.3)
             axis.set_axisbelow(True)
@@ -264,8 +290,6 @@ def plot_reports(runs: Sequence[Run], file: Path) -> None:
         axis.ticklabel_format(axis="y", useOffset=False)
     for axis in grid[:2].flat:
         axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    for axis in grid[1:].flat:
-        axis.set_ylim(0, max(1.05 * axis.get_ylim()[1], 0.1))
     figure.savefig(file, dpi=120)
 
 
@@ -287,8 +311,9 @@ def _plot_batches(axis: Any, epochs: list[int], reports: list[SyncReport]) -> No
                 label=f"pulled, rank {rank}",
             )
     else:
-        bounds = [list(map(each, pulled)) for each in (min, max)]
-        axis.fill_between(epochs, *bounds, color=_RANK_COLOURS[4], label="pulled, all ranks")
+        lowest, highest = (list(map(each, pulled)) for each in (min, max))
+        label, colour = "pulled, all ranks", _RANK_COLOURS[4]
+        axis.vlines(epochs, lowest, highest, color=colour, linewidth=6, label=label)
     axis.margins(y=0.2)
     axis.hlines(
         [report.batches for report in reports],
@@ -339,6 +364,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = [(name, read_reports(path)) for name, path in name_runs(arguments.runs).items()]
         sys.stdout.write(format_table(runs) + "\n")
         if arguments.plot is not None:
+            if arguments.plot.is_dir():
+                raise ValueError(f"--plot {arguments.plot} is a directory: give FILE.png")
             plot_reports(runs, arguments.plot)
     except ImportError as error:
         message = f"{error}: pip install tabulate matplotlib"

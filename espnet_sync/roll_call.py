@@ -46,8 +46,12 @@ DEPARTURE_SECONDS = 5.0
 RANK_0_FACTOR = 10.0
 
 _BITS = 60
-#: How torch's messages tell that a collective broke: Gloo's name their source.
-_COLLECTIVE_BROKE = re.compile(r"gloo/transport|NCCL")
+#: How torch's messages tell that a collective broke because another rank has gone: their source,
+#: and what happened there. NCCL also reports faults of this rank's own, such as no memory.
+_COLLECTIVE = re.compile(r"gloo/transport|NCCL")
+_PEER_HAS_GONE = re.compile(r"closed|reset|broken pipe|time[d ]?-?out|remote|abort", re.IGNORECASE)
+#: Characters of the reason that a rank gives for leaving.
+REASON_LENGTH = 1000
 #: How torch's messages tell that a rank only waited: "Wait timeout", "Timed out after ...".
 _TIMED_OUT = re.compile(r"timed?[ -]?out", re.IGNORECASE)
 
@@ -485,18 +489,25 @@ def leave(error: Exception, lookout: Lookout) -> bool:
 
 def _leave_in_order(error: Exception, lookout: Lookout, departure: Departure) -> bool:
     """Wait for those that are to leave first, and return whether another rank is to blame."""
-    is_broken = isinstance(error, RuntimeError) and _COLLECTIVE_BROKE.search(str(error))
+    is_broken = (
+        isinstance(error, RuntimeError)
+        and _COLLECTIVE.search(str(error))
+        and _PEER_HAS_GONE.search(str(error))
+    )
+    brief = " ".join(str(error).split())[:REASON_LENGTH]
     if not is_broken and not isinstance(error, EpochSyncError):
-        departure.announce(f"left {_whereabouts()}: {type(error).__name__}: {error}")
+        departure.announce(f"left {_whereabouts()}: {type(error).__name__}: {brief}")
         return False
     why = departure.why()
     if isinstance(error, EpochSyncError):
+        # A failed source's reason says more than that its rank has left.
+        lookout.has_said &= not isinstance(error, PeerFailedError)
         lookout.say(str(error))
     elif why:
         lookout.say(f"{_whereabouts()}: {why}")
     elif call := control_state().roll_call:
         # A collective of training's own noticed a death first.
-        cause = "a collective of training broke"
+        cause = f"a collective of training broke: {brief}"
         lookout.say(str(call.call(_whereabouts(), 0.0, cause, frozenset(), False)))
     else:
         return False
@@ -508,10 +519,12 @@ def _leave_in_order(error: Exception, lookout: Lookout, departure: Departure) ->
 
 
 def _whereabouts() -> str:
-    """Return where this rank is: its pass, and its last batch there."""
+    """Return where this rank is, as far as a control group knows: its pass and last batch."""
     group = control_state().group
-    if group is None or group.whereabouts is None:
-        return "before its first batch"
+    if group is None:
+        return "training"
+    if group.whereabouts is None:
+        return "training before its first batch"
     place, batches = group.whereabouts
     return f"{place}, after batch {batches}"
 
@@ -591,7 +604,7 @@ class Meeting:
             try:
                 made.append(make_gloo_group(PROBE_SECONDS))
             except Exception as error:
-                reasons.append(str(error).strip().splitlines()[0])
+                reasons.append((str(error).strip() or repr(error)).splitlines()[0])
 
         # NOTE: in a thread: a rank that waits for one whose connection was refused takes five
         # times the group's timeout.
@@ -615,10 +628,10 @@ class Meeting:
                 if failed.absent() < self._world_size:
                     # Others may be about to fail too, and tell more.
                     until = min(until, time.monotonic() + REFUSED_SECONDS)
-            except StoreUnreachableError:
+            except StoreUnreachableError as error:
                 # While Gloo waits in the store, it answers no other thread.
                 if not connecting.is_alive():
-                    raise
+                    raise self._no_store(0.0, error) from error
             if not connecting.is_alive():
                 time.sleep(0.05)
         if made:
@@ -629,9 +642,9 @@ class Meeting:
     def _describe(self, failed: set[int], missing: tuple[int, ...]) -> str:
         parts = [f"rank {rank}: {self._store.get(f'failure/{rank}')}" for rank in sorted(failed)]
         # Those that could connect waited for those that could not: the first to fail tells why.
-        parts = [part for part in parts if not _TIMED_OUT.search(part)] or parts
-        if not parts:
-            parts = [f"rank {rank}: not done after {PROBE_SECONDS:.0f} s" for rank in missing]
+        told = [part for part in parts if not _TIMED_OUT.search(part)]
+        late = [f"rank {rank}: not done after {PROBE_SECONDS:.0f} s" for rank in missing]
+        parts = told or late or parts
         return "; ".join(parts[:4]) or " "
 
     def _compare(self, differing: Roll) -> None:
@@ -708,10 +721,10 @@ def open_control_group(options: SyncOptions) -> ControlState:
     meeting = Meeting(store, ranks.rank, ranks.world_size, options.policy)
     try:
         meeting.meet(options.timeout, options.warn_after)
+        reason = meeting.try_out()
     except EpochSyncError as error:
         state.broken = error
         raise
-    reason = meeting.try_out()
     if reason:
         state.fallback = (
             f"the ranks could not make a Gloo group for their agreements ({reason}). Set "

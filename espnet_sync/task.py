@@ -130,6 +130,7 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
     has_announced = False
     stop_request: "_StopSignal | None" = None
     lookout: Lookout | None = None
+    logs: "dict[str, _EpochLog]"
 
     @classmethod
     def get_parser(cls) -> argparse.ArgumentParser:
@@ -170,7 +171,8 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
                 super().main_worker(args)
                 _plot_epochs(args)
             except Exception as error:
-                if not leave(error, lookout):
+                is_on = any(_read_options(args, mode)[0] != "none" for mode in _PREFIXES)
+                if not is_on or not leave(error, lookout):
                     raise
                 sys.exit(1)
             finally:
@@ -196,16 +198,20 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         if is_split or mode not in _PREFIXES:
             return inner
         deals: list[Deal] = []
-        options = cls.build_iter_options(args, distributed_option, mode)
-        for name, value in (kwargs or {}).items():
-            setattr(options, name, value)
+
+        def list_splits() -> list[IteratorOptions]:
+            options = cls.build_iter_options(args, distributed_option, mode)
+            for name, value in (kwargs or {}).items():
+                setattr(options, name, value)
+            return [options]
+
         if _balances(args, distributed_option, mode):
-            deals, reason = make_deals(args, [options], deal)
+            deals, reason = make_deals(args, list_splits(), deal)
             if deals:
                 made, reason = apply_deal(deals[0], inner, NamedDefaultGroup().rank)
                 inner, deals = (inner, []) if made is None else (made, deals)
             _warn_unbalanced(mode, reason)
-        return _wrap(cls, inner, args, mode, deals, [options])
+        return _wrap(cls, inner, args, mode, deals, list_splits)
 
     @classmethod
     def build_multiple_iter_factory(
@@ -214,10 +220,13 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
         """Wrap the factory over all splits."""
         inner = super().build_multiple_iter_factory(args, distributed_option, mode)
         deals: list[Deal] = []
-        options = cls.build_iter_options(args, distributed_option, mode)
-        splits = _split_options(options, len(inner.build_funcs))
+
+        def list_splits() -> list[IteratorOptions]:
+            options = cls.build_iter_options(args, distributed_option, mode)
+            return _split_options(options, len(inner.build_funcs))
+
         if _balances(args, distributed_option, mode):
-            deals, reason = make_deals(args, splits, deal)
+            deals, reason = make_deals(args, list_splits(), deal)
             if deals:
                 rank = NamedDefaultGroup().rank
                 inner.build_funcs = [
@@ -225,7 +234,7 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
                     for build, dealt in zip(inner.build_funcs, deals, strict=True)
                 ]
             _warn_unbalanced(mode, reason)
-        return _wrap(cls, inner, args, mode, deals, splits)
+        return _wrap(cls, inner, args, mode, deals, list_splits)
 
 
 class _TaskIterator(EpochSyncIterator):
@@ -310,22 +319,22 @@ class _EpochLog:
         self,
         args: argparse.Namespace,
         mode: str,
-        splits: Sequence[IteratorOptions],
+        list_splits: Callable[[], Sequence[IteratorOptions]],
     ) -> None:
-        self._args = args
+        self.args = args
         self._is_dealt_in_file_order = (
             count_ranks() > 1
             and _iterator_type(args, mode) == "chunk"
             and not getattr(args, "chunk_balance", False)
         )
-        self._splits = splits
+        self._list_splits = list_splits
         self._expected: float | None = None
         self._writer: Any = None
 
     def __call__(self, report: SyncReport) -> None:
         """Tell of a pass that has ended."""
         log_report(report, self._hint(report))
-        folder = getattr(self._args, "output_dir", None)
+        folder = getattr(self.args, "output_dir", None)
         if folder is None or not Path(folder).is_dir():
             return
         try:
@@ -334,7 +343,7 @@ class _EpochLog:
             logging.getLogger().warning(
                 "%s keeps no row of it: %s", place(report.label, report.epoch), error
             )
-        if getattr(self._args, "use_tensorboard", False):
+        if getattr(self.args, "use_tensorboard", False):
             self._write_scalars(report, Path(folder) / "tensorboard" / "epoch_sync")
 
     def _hint(self, report: SyncReport) -> str:
@@ -343,7 +352,7 @@ class _EpochLog:
             return ""
         if self._expected is None:
             # A rank pulls a few batches ahead and no more: what it still held, lengths tell.
-            dealt, _ = make_deals(self._args, self._splits, deal_in_file_order)
+            dealt, _ = make_deals(self.args, self._list_splits(), deal_in_file_order)
             self._expected = max((each.dropped for each in dealt), default=0.0)
         seen = 100 * discarded / (discarded + report.batches * len(report.ranks))
         share = max(seen, self._expected)
@@ -380,7 +389,8 @@ def _plot_epochs(args: argparse.Namespace) -> None:
         (folder / "images").mkdir(exist_ok=True)
         runs = [(folder.name, read_reports(rows))]
         plot_reports(runs, folder / "images" / "epoch_sync.png")
-    except (ImportError, OSError, ValueError) as error:
+    # The training is done: nothing that goes wrong here may fail it.
+    except Exception as error:
         logging.getLogger().warning("espnet_sync draws no plot of the epochs: %s", error)
 
 
@@ -464,6 +474,7 @@ def _make_class(task: type[AbsTask], defaults: str, epoch_offset: int) -> type[A
             "unsynced_task": task,
             "key_defaults": {**KEYS, **json.loads(defaults)},
             "epoch_offset": epoch_offset,
+            "logs": {},
         },
     )
     return made
@@ -625,8 +636,11 @@ def _build_dealt(build: Callable[[], AbsIterFactory], dealt: Deal, rank: int) ->
     return made
 
 
-def _describe_data(args: argparse.Namespace, mode: str, splits: Sequence[IteratorOptions]) -> str:
+def _describe_data(
+    args: argparse.Namespace, mode: str, list_splits: Callable[[], Sequence[IteratorOptions]]
+) -> str:
     """Return what an epoch's number of batches follows from: ranks, batch size, lengths."""
+    splits = list_splits()
     told = f"There are {count(count_ranks(), 'rank', 'ranks')}, batch_size={splits[0].batch_size}"
     if "chunk" in _iterator_type(args, mode):
         told += f", chunk_length={args.chunk_length}"
@@ -657,7 +671,7 @@ def _wrap(
     args: argparse.Namespace,
     mode: str,
     deals: Sequence[Deal],
-    splits: Sequence[IteratorOptions],
+    list_splits: Callable[[], Sequence[IteratorOptions]],
 ) -> AbsIterFactory:
     """Wrap a train or valid factory. Never plot_att's: ESPnet2 iterates it on rank 0 alone."""
     policies = {mode: _read_options(args, mode)[0] for mode in _PREFIXES}
@@ -670,10 +684,13 @@ def _wrap(
     }
 
     class Epoch(_TaskIterator):
-        describe_data = staticmethod(partial(_describe_data, args, mode, splits))
+        describe_data = staticmethod(partial(_describe_data, args, mode, list_splits))
 
     factory = SyncedIterFactory(inner, iterator_class=Epoch, **options)
-    factory.tell = _EpochLog(args, mode, splits)
+    # NOTE: Lightning has a factory built for each epoch; the log and its writer go on.
+    if mode not in cls.logs or cls.logs[mode].args is not args:
+        cls.logs[mode] = _EpochLog(args, mode, list_splits)
+    factory.tell = cls.logs[mode]
     factory.context = " ".join(f"deal {dealt.fingerprint:x}" for dealt in deals)
     if mode == "train":
         factory.stop_request = cls.stop_request

@@ -3,12 +3,14 @@
 import builtins
 import socket
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from espnet_sync import check
 from espnet_sync.check import Row, explain_failure, find_interface, format_table, main
+from espnet_sync.process_groups import join_store
 
 HERE = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.7"}
 
@@ -164,3 +166,8 @@ def test_a_host_starts_its_ranks_as_espnet2_does(
     if world_size == 3:
         assert {one.dist_master_addr for one in started} == {"localhost"}
         assert len({one.dist_master_port for one in started} - {None}) == 1
+
+
+def test_a_file_store_without_its_folder_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="its folder is not there"):
+        join_store(f"file://{tmp_path}/nowhere/new", 0, 2, 1.0)

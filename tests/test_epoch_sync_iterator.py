@@ -758,8 +758,7 @@ def test_the_flag_lives_where_the_group_can_reduce_it(
         current_accelerator=lambda *_, **__: torch.device("xpu"),
         current_device_index=lambda: 1,
     )
-    # torch 2.5 has none.
-    monkeypatch.setattr(torch, "accelerator", accelerator, raising=False)
+    monkeypatch.setattr(torch, "accelerator", accelerator)
     with peers_that_offer(backend=backend) as fake:
         assert drain(EpochSyncIterator(numbers(1))) == [0]
     assert [device.type for device in fake.devices] == [kind, kind]

@@ -14,6 +14,9 @@ from espnet_sync.synced_iter_factory import SyncedIterFactory
 from tests.factories import NumberFactory
 from tests.ranks import Outcome, try_ranks
 
+#: What NCCL says of a fault of the rank's own.
+OWN_FAULT = "NCCL error: unhandled cuda error\nFailed to CUDA calloc 608 bytes: out of memory"
+
 
 class Lines(logging.Handler):
     """Keeps what is logged, and when."""
@@ -43,7 +46,9 @@ def train(rank: int, world_size: int, fault: str) -> tuple[str, bool, list[str],
             raise FileNotFoundError("dump/train/wav.scp")
         factory = SyncedIterFactory(NumberFactory(9, fails_at=fails_at), label="train")
         for index, _ in enumerate(factory.build_iter(1)):
-            if fault != "loader" and rank == (0 if host_fails else 1) and index == 5:
+            if fault == "nccl" and rank == 1 and index == 5:
+                raise RuntimeError(OWN_FAULT)
+            if fault not in ("loader", "nccl") and rank == (0 if host_fails else 1) and index == 5:
                 raise MemoryError("no room for the gradients")
             if fault.endswith("gradients"):
                 torch.distributed.all_reduce(torch.ones(4))
@@ -73,6 +78,14 @@ def test_a_rank_that_fails_in_its_step_is_quoted_by_all_that_wait_for_it() -> No
         assert ended > failed[3]
 
 
+def test_a_fault_of_a_ranks_own_in_a_collective_is_its_own() -> None:
+    failed, *others = (run("nccl")[rank].value for rank in (1, 0, 2))
+    assert failed[:3] == ("RuntimeError", False, [])
+    for kind, is_told, (line,), _ in others:
+        assert (kind, is_told) == ("PeerLostError", True)
+        assert f"after batch 6: RuntimeError: {OWN_FAULT}".replace("\n", " ") in line
+
+
 def test_a_rank_whose_loader_fails_leaves_first() -> None:
     failed, *others = (run("loader")[rank].value for rank in (1, 0, 2))
     assert failed[1] is False
@@ -89,9 +102,7 @@ def test_a_rank_that_fails_before_its_first_epoch_is_quoted_by_all_that_come_to_
     for kind, is_told, lines, ended in others:
         assert (kind, is_told) == ("PeerLostError", True)
         assert len(lines) == 1
-        assert (
-            "rank 1 left before its first batch: FileNotFoundError: dump/train/wav.scp" in lines[0]
-        )
+        assert "rank 1 left training: FileNotFoundError: dump/train/wav.scp" in lines[0]
         assert ended > failed[3]
 
 

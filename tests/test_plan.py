@@ -219,7 +219,7 @@ def test_the_tables_and_what_to_change(
     assert "set epoch_sync: longest" in train
     assert valid == (
         "[valid] ESPnet2 will not start: Number of samples is smaller than world_size. Take fewer "
-        "ranks, a larger valid_batch_size or more data."
+        "ranks or more data."
     )
     assert "Traceback" not in printed.err
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import espnet_sync
 from espnet_sync.report import (
@@ -173,6 +174,44 @@ def test_of_an_epoch_that_was_run_again_the_last_report_counts(tmp_path: Path) -
     assert [each for each in read_reports(file) if (each.label, each.epoch) == ("train", 2)] == [
         again
     ]
+
+
+def test_a_training_that_starts_again_begins_there(tmp_path: Path) -> None:
+    file = write_run(tmp_path, epochs=3)
+    append_report(file, make_report(label="train", epoch=1))
+    rows = [(each.label, each.epoch) for each in read_reports(file)]
+    assert rows == [("train", 1), ("valid", 1), ("valid", 2), ("valid", 3)]
+
+
+def test_a_line_of_anything_else_is_passed_over_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_run(tmp_path, epochs=1)
+    for line in (b"\0\0\0", b'{"label": "train", "epoch": "1"}', b"[" * 100_000, b"7"):
+        with open(file, "ab") as opened:
+            opened.write(line + b"\n")
+    append_report(file, make_report(epoch=2))
+    assert [each.epoch for each in read_reports(file)] == [1, 1, 2]
+    (line,) = caplog.messages
+    assert "line 3: " in line
+    assert line.endswith("is no report of an epoch: passed over, 4 in all")
+
+
+def test_runs_of_other_sizes_are_drawn_on_one_scale(tmp_path: Path) -> None:
+    drawn: list[Figure] = []
+    runs = []
+    for name, waited, ranks in (("a", 0.1, 4), ("b", 100.0, 2)):
+        rows = tuple(RankReport(rank=rank, pulled=5, waited=waited) for rank in range(ranks))
+        runs.append((name, [make_report(ranks=rows)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+        plot_reports(runs, tmp_path / "plot.png")
+    waits = drawn[0].axes[4:6]
+    assert waits[0].get_ylim() == waits[1].get_ylim()
+    assert waits[0].get_ylim()[1] > 100
+    legend = drawn[0].axes[1].get_legend()
+    assert legend is not None
+    assert len(legend.get_texts()) == 5  # four ranks, and what was handed out
 
 
 def test_the_table_has_a_row_for_each_epoch_and_names_what_was_slow(tmp_path: Path) -> None:

@@ -410,6 +410,14 @@ def test_a_rank_that_fails_by_itself_keeps_its_exception(
     assert not caplog.records
 
 
+def test_a_run_without_sync_keeps_every_error(caplog: pytest.LogCaptureFixture) -> None:
+    off = {"epoch_sync": "none", "valid_epoch_sync": "none"}
+    args = argparse.Namespace(error=PeerFailedError("rank 2: no such wav"), **off)
+    with pytest.raises(PeerFailedError):
+        synced(FailingTask).main_worker(args)
+    assert not caplog.records
+
+
 # --- An epoch without a batch -----------------------------------------------------------------
 
 
@@ -473,7 +481,7 @@ def test_the_line_names_the_key_where_the_deal_loses_data(
     caplog.set_level("INFO")
     args = read_args(data, *words, "--chunk_length", "1", "--chunk_shift_ratio", "1")
     options = synced(LMTask).build_iter_options(args, DistributedOption(), "train")
-    _EpochLog(args, "train", [options])(make_report(batches, discarded))
+    _EpochLog(args, "train", lambda: [options])(make_report(batches, discarded))
     (line,) = [message for message in caplog.messages if message.startswith("[train] epoch 1: ")]
     hint = re.search(r"an uneven deal loses (\d+) % of the data, set chunk_balance: true$", line)
     assert (hint and hint[1]) == percent
