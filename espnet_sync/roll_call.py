@@ -607,8 +607,9 @@ class Meeting:
                 reasons.append((str(error).strip() or repr(error)).splitlines()[0])
 
         # NOTE: in a thread: a rank that waits for one whose connection was refused takes five
-        # times the group's timeout.
-        connecting = threading.Thread(target=connect, name="espnet_sync probe", daemon=True)
+        # times the group's timeout. No daemon: the interpreter must not end while torch connects,
+        # which would abort the process.
+        connecting = threading.Thread(target=connect, name="espnet_sync probe")
         connecting.start()
         until = time.monotonic() + PROBE_SECONDS + 10
         while True:
