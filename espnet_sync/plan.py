@@ -34,7 +34,7 @@ from espnet_sync.epoch_plan import (
     try_batch_size,
 )
 from espnet_sync.report import count, name_ranks
-from espnet_sync.task import synced
+from espnet_sync.task import iterator_type, synced
 
 #: Iterator types whose ranks can differ in their number of batches.
 CHUNKED = ("chunk", "category_chunk")
@@ -254,13 +254,9 @@ def _count_utterances(args: argparse.Namespace, mode: str) -> int:
 # --- The plan -----------------------------------------------------------------------------------
 
 
-def _iterator_type(args: argparse.Namespace, mode: str) -> str:
-    return str((mode == "valid" and args.valid_iterator_type) or args.iterator_type)
-
-
 def _deals(args: argparse.Namespace, own: argparse.Namespace, mode: str) -> list[bool]:
     """Return the values of `chunk_balance` that can make a difference."""
-    return [False, True][: 1 + (_iterator_type(args, mode) == "chunk" and own.world_size > 1)]
+    return [False, True][: 1 + (iterator_type(args, mode) == "chunk" and own.world_size > 1)]
 
 
 def _batch_sizes(args: argparse.Namespace, own: argparse.Namespace, mode: str) -> list[int]:
@@ -291,7 +287,7 @@ def plan_mode(
     Raises:
         BadInputError: If ESPnet2 can't build the iterators from what it is given.
     """
-    kind = _iterator_type(args, mode)
+    kind = iterator_type(args, mode)
     if kind not in ("sequence", "category", *CHUNKED):
         raise BadInputError(
             f"the {mode} iterator is of type {kind!r}, which lengths alone don't make. Set "

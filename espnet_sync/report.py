@@ -76,6 +76,21 @@ waited 0.5 s at most (rank 1)
     ended_by: tuple[int, ...]
     ranks: tuple[RankReport, ...]
 
+    @property
+    def discarded(self) -> int:
+        """Batches that all ranks together discarded."""
+        return sum(rank.discarded for rank in self.ranks)
+
+    @property
+    def repeated(self) -> int:
+        """Batches that all ranks together repeated."""
+        return sum(rank.repeated for rank in self.ranks)
+
+    @property
+    def slowest(self) -> RankReport:
+        """The rank that waited longest."""
+        return max(self.ranks, key=lambda rank: rank.waited)
+
     def __str__(self) -> str:
         """Return the pass's line for the log."""
         parts = [f"{place(self.label, self.epoch)}: {count(self.batches, 'batch', 'batches')}"]
@@ -91,12 +106,11 @@ waited 0.5 s at most (rank 1)
         elif not self.ended_by:
             parts.append("stopped on request")
         for word in ("discarded", "repeated"):
-            total = sum(getattr(rank, word) for rank in self.ranks)
+            total = getattr(self, word)
             if total:
                 parts.append(f"{count(total, 'batch', 'batches')} {word}")
         if len(self.ranks) > 1:
-            slowest = max(self.ranks, key=lambda rank: rank.waited)
-            parts.append(f"waited {slowest.waited:.1f} s at most (rank {slowest.rank})")
+            parts.append(f"waited {self.slowest.waited:.1f} s at most (rank {self.slowest.rank})")
         return "; ".join(parts)
 
 
@@ -199,7 +213,7 @@ def format_table(runs: Sequence[Run]) -> str:
     rows = []
     for name, reports in runs:
         for report in reports:
-            slowest = max(report.ranks, key=lambda rank: rank.waited)
+            slowest = report.slowest
             row = {
                 "mode": report.label,
                 "epoch": report.epoch,
@@ -207,8 +221,8 @@ def format_table(runs: Sequence[Run]) -> str:
                 "ranks": len(report.ranks),
                 "batches per rank": report.batches,
                 "ended by": _name_briefly(report.ended_by, len(report.ranks)),
-                "discarded": sum(rank.discarded for rank in report.ranks),
-                "repeated": sum(rank.repeated for rank in report.ranks),
+                "discarded": report.discarded,
+                "repeated": report.repeated,
                 "waited at most": f"{slowest.waited:.1f} s (rank {slowest.rank})",
             }
             if len(runs) == 1:
@@ -327,7 +341,7 @@ def _plot_batches(axis: Any, epochs: list[int], reports: list[SyncReport]) -> No
 def _plot_losses(axis: Any, epochs: list[int], reports: list[SyncReport]) -> None:
     bottom = [0] * len(epochs)
     for word, colour, hatch in (("discarded", "#D55E00", ""), ("repeated", "#56B4E9", "//")):
-        heights = [sum(getattr(rank, word) for rank in report.ranks) for report in reports]
+        heights = [getattr(report, word) for report in reports]
         axis.bar(
             epochs, heights, 0.6, bottom, color=colour, hatch=hatch, edgecolor="black", label=word
         )

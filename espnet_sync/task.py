@@ -324,7 +324,7 @@ class _EpochLog:
         self.args = args
         self._is_dealt_in_file_order = (
             count_ranks() > 1
-            and _iterator_type(args, mode) == "chunk"
+            and iterator_type(args, mode) == "chunk"
             and not getattr(args, "chunk_balance", False)
         )
         self._list_splits = list_splits
@@ -347,7 +347,7 @@ class _EpochLog:
             self._write_scalars(report, Path(folder) / "tensorboard" / "epoch_sync")
 
     def _hint(self, report: SyncReport) -> str:
-        discarded = sum(rank.discarded for rank in report.ranks)
+        discarded = report.discarded
         if not (self._is_dealt_in_file_order and discarded and report.ended_by):
             return ""
         if self._expected is None:
@@ -367,9 +367,9 @@ class _EpochLog:
             self._writer = SummaryWriter(str(folder))
         for name, value in (
             ("batches", report.batches),
-            ("discarded", sum(rank.discarded for rank in report.ranks)),
-            ("repeated", sum(rank.repeated for rank in report.ranks)),
-            ("longest_wait", max(rank.waited for rank in report.ranks)),
+            ("discarded", report.discarded),
+            ("repeated", report.repeated),
+            ("longest_wait", report.slowest.waited),
         ):
             self._writer.add_scalar(f"{report.label}/{name}", value, report.epoch)
         self._writer.flush()
@@ -536,7 +536,7 @@ def _balances(args: argparse.Namespace, distributed: DistributedOption, mode: st
     """Return whether a mode's utterances are to be dealt by their number of chunks."""
     if not distributed.distributed:
         return False
-    kind = _iterator_type(args, mode)
+    kind = iterator_type(args, mode)
     if not getattr(args, "chunk_balance", False):
         if kind == "chunk":
             _warn_of_shares(args, mode)
@@ -546,7 +546,8 @@ def _balances(args: argparse.Namespace, distributed: DistributedOption, mode: st
     return bool(kind == "chunk")
 
 
-def _iterator_type(args: argparse.Namespace, mode: str) -> str:
+def iterator_type(args: argparse.Namespace, mode: str) -> str:
+    """Return the type of a mode's iterator: validation may have one of its own."""
     kind: str = (mode == "valid" and args.valid_iterator_type) or args.iterator_type
     return kind
 
@@ -642,7 +643,7 @@ def _describe_data(
     """Return what an epoch's number of batches follows from: ranks, batch size, lengths."""
     splits = list_splits()
     told = f"There are {count(count_ranks(), 'rank', 'ranks')}, batch_size={splits[0].batch_size}"
-    if "chunk" in _iterator_type(args, mode):
+    if "chunk" in iterator_type(args, mode):
         told += f", chunk_length={args.chunk_length}"
     for split in splits:
         for file in split.shape_files[:1]:

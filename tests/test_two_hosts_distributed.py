@@ -142,6 +142,17 @@ def start_rank(
     )
 
 
+@contextlib.contextmanager
+def ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
+    """End what is left of some processes."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def did_not_run(why: str) -> None:
     warnings.warn(f"THE TEST OF TWO HOSTS DID NOT RUN: {why}", stacklevel=2)
 
@@ -177,12 +188,8 @@ def test_hosts_whose_gloo_takes_the_loopback_fall_back_within_the_bound(
         start_rank(rank, space, end, tmp_path, "fall_back")
         for rank, (space, end) in enumerate(zip(*hosts, strict=True))
     ]
-    try:
+    with ended(processes):
         outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     for rank in (0, 1):
         assert processes[rank].returncode == 0, outputs[rank]
         seen = json.loads((tmp_path / f"seen.{rank}").read_text())
@@ -195,7 +202,7 @@ def test_hosts_whose_gloo_takes_the_loopback_fall_back_within_the_bound(
 
 def cut_and_look(spaces: tuple[str, str], ends: tuple[str, str], folder: Path) -> None:
     processes = [start_rank(rank, spaces[rank], ends[rank], folder) for rank in (0, 1)]
-    try:
+    with ended(processes):
         until = time.monotonic() + 60
         while not all((folder / f"trained.{rank}").exists() for rank in (0, 1)):
             assert all(process.poll() is None for process in processes), "a rank left early"
@@ -204,10 +211,6 @@ def cut_and_look(spaces: tuple[str, str], ends: tuple[str, str], folder: Path) -
         ip("-n", spaces[0], "link", "set", ends[0], "down")
         cut = time.time()
         outputs = [process.communicate(timeout=TIMEOUT + 60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
     for rank in (0, 1):
         assert processes[rank].returncode == 0, outputs[rank]
         seen = json.loads((folder / f"seen.{rank}").read_text())
