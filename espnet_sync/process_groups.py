@@ -518,6 +518,11 @@ class ControlState:
         self._default_group = weakref.ref(torch.distributed.group.WORLD)
 
     @property
+    def prefix(self) -> str:
+        """What stands before each of its keys in the store."""
+        return f"espnet_sync/{self.number}/"
+
+    @property
     def is_current(self) -> bool:
         """Whether the default group is still the one that this was made for."""
         return self._default_group() is torch.distributed.group.WORLD

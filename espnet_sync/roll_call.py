@@ -426,7 +426,7 @@ class Lookout:
         """Start to look, once; called with `torch.distributed` initialised."""
         if self._departure is None:
             ranks = NamedDefaultGroup()
-            store = BoundedStore(f"espnet_sync/{control_state().number}/")
+            store = BoundedStore(control_state().prefix)
             self._departure = Departure(store, ranks.rank, ranks.world_size)
             self._thread = threading.Thread(
                 target=self._look, args=(self._departure,), name="espnet_sync lookout", daemon=True
@@ -718,7 +718,7 @@ def open_control_group(options: SyncOptions) -> ControlState:
     if state.group is not None or state.fallback:
         return state
     ranks = NamedDefaultGroup()
-    store = BoundedStore(f"espnet_sync/{state.number}/")
+    store = BoundedStore(state.prefix)
     meeting = Meeting(store, ranks.rank, ranks.world_size, options.policy)
     try:
         meeting.meet(options.timeout, options.warn_after)
