@@ -3,6 +3,8 @@
 Who decides what to exchange, and what follows from it, is `consensus.py`.
 """
 
+import atexit
+import ctypes
 import gc
 import os
 import re
@@ -262,7 +264,7 @@ class Exchange:
         self.numbers = numbers
         self.settle = settle
         self.watch = watch
-        # The group, while the exchange may be under way: see `ControlGroup._lost`.
+        # The group, while the exchange may be under way: see `_keep_for_ever`.
         self.group: Any = None
         self.work: Any = None
         self.outcome: Any = None
@@ -307,10 +309,7 @@ class ControlGroup:
         self._process = os.getpid()
         self._serial = 0
         self._unread: Exchange | None = None
-        # NOTE: An operation that was lost must stay alive, and its group with it: dropping the
-        # last reference makes destroy_process_group() and the interpreter's exit wait for the
-        # group's timeout.
-        self._lost: list[Any] = []
+        self._has_lost = False
 
     @property
     def serial(self) -> int:
@@ -330,7 +329,7 @@ class ControlGroup:
     def holds_lost(self) -> bool:
         """Whether an operation is not done: it must be kept, also when the group is replaced."""
         unread = self._unread
-        return bool(self._lost) or (unread is not None and not unread.work.is_completed())
+        return self._has_lost or (unread is not None and not unread.work.is_completed())
 
     @property
     def is_here(self) -> bool:
@@ -455,14 +454,29 @@ class ControlGroup:
                     watch.tick()
                 except Exception as error:
                     self.broken = error
-                    self._lost.append((work, kept, self._group()))
+                    self._keep((work, kept))
                     raise
 
     def _lose(self, kept: Any, watch: Watch, error: RuntimeError) -> Exception:
         """Return what to raise after a closed connection, and keep what was lost."""
-        self._lost.append((kept, self._group()))
+        self._keep(kept)
         self.broken = watch.lost(_brief(error))
         return self.broken
+
+    def _keep(self, lost: Any) -> None:
+        """Keep an operation that was lost, and its group."""
+        self._has_lost = True
+        _keep_for_ever((lost, self._group()))
+
+
+def _keep_for_ever(lost: object) -> None:
+    """Keep an object to the very end of the process.
+
+    NOTE: An operation that was lost must stay alive, and its group with it: dropping the last
+    reference makes destroy_process_group() wait for the group's timeout, and the interpreter's
+    exit too, which drops what any module holds. So this is a reference that nothing holds.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(lost))
 
 
 def _brief(error: RuntimeError) -> str:
@@ -528,19 +542,24 @@ class ControlState:
         return self._default_group() is torch.distributed.group.WORLD
 
 
-# The one global: the control group of the job, and those before it that lost an operation.
+# The one global: the control group of the job.
 _state: ControlState | None = None
-_kept: list[ControlState] = []
 
 
 def control_state() -> ControlState:
     """Return the state for the default group of now, a new one where that is a new group."""
     global _state
     if _state is None or not _state.is_current:
-        if _state is not None and _state.group is not None and _state.group.holds_lost:
-            _kept.append(_state)
+        _keep_what_is_under_way()
         _state = ControlState(1 if _state is None else _state.number + 1)
     return _state
+
+
+@atexit.register
+def _keep_what_is_under_way() -> None:
+    """Keep an exchange that is not done, e.g. of a rank that broke out of its loop."""
+    if _state is not None and _state.group is not None and _state.group.holds_lost:
+        _keep_for_ever(_state)
 
 
 def in_loader_worker() -> bool:

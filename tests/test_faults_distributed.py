@@ -1,5 +1,6 @@
 """Faults on three real ranks: each ends on every rank, in its time, with the right names."""
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -662,28 +663,45 @@ def test_a_rank_that_has_gone_is_named_on_every_rank_at_once(
 # --- The way out ------------------------------------------------------------------------------
 
 
-def leave_a_job(rank: int, folder: Path, is_synced: bool, destroys: bool) -> None:
-    """Lose rank 1 as a script would, and fall off its end; notes what it saw, and when."""
+def leave_a_job(rank: int, folder: Path, fault: str, destroys: bool) -> None:
+    """Fall off the end of a script where rank 1 has a fault; notes what was seen, and when."""
     initialise_group(folder, rank, RANKS)
     tail(rank)
     seen = ""
     try:
-        if is_synced:
-            for batch in synced(4).build_iter(1):
-                if rank == 1 and batch == AT:
-                    os._exit(0)
-        elif rank == 1:
-            os._exit(0)
-        else:
+        if fault == "gone, without us":
+            if rank == 1:
+                os._exit(0)
             tail(rank)
+        else:
+            go_on(rank, folder, fault)
     except RuntimeError as error:
         seen = type(error).__name__
-    (folder / f"seen.{rank}").write_text(f"{seen} {time.time()}")
+    (folder / f"seen.{rank}").write_text(f"{time.time()} {seen}")
     if destroys:
         torch.distributed.destroy_process_group()
 
 
-JOBS = [(is_synced, destroys) for is_synced in (True, False) for destroys in (True, False)]
+def go_on(rank: int, folder: Path, fault: str) -> None:
+    """Iterate until rank 1 has gone, or break out while it is stopped and owes an exchange."""
+    for batch in synced(4).build_iter(1):
+        if rank == 1 and batch == AT:
+            if fault == "gone":
+                os._exit(0)
+            (folder / "stops").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault == "stopped" and batch >= AT:
+            while not (folder / "stops").exists():
+                time.sleep(0.01)
+            if control_state().group.holds_lost:  # type: ignore[union-attr]
+                return
+
+
+JOBS = [
+    (fault, destroys)
+    for fault in ("gone", "stopped", "gone, without us")
+    for destroys in (True, False)
+]
 
 
 def leave_jobs(folder: Path) -> None:
@@ -692,40 +710,49 @@ def leave_jobs(folder: Path) -> None:
     NOTE: an interpreter of their own, and not the harness, whose ranks end without its exit.
     """
     ranks = {}
-    for number, (is_synced, destroys) in enumerate(JOBS):
+    stopped = set()
+    for number, (fault, destroys) in enumerate(JOBS):
         own = folder / str(number)
         own.mkdir()
         for rank in range(RANKS):
             pid = os.fork()
             if pid == 0:
-                leave_a_job(rank, own, is_synced, destroys)
+                leave_a_job(rank, own, fault, destroys)
                 return
             ranks[pid] = own, rank
-    while ranks:
+            if fault == "stopped" and rank == 1:
+                stopped.add(pid)
+    while ranks.keys() - stopped:
         pid, _ = os.wait()
         own, rank = ranks.pop(pid)
         (own / f"exited.{rank}").write_text(str(time.time()))
 
 
 def test_a_script_that_lost_a_rank_exits_as_promptly_as_without_us(tmp_path: Path) -> None:
-    root = Path(__file__).parent.parent
-    subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", __name__, tmp_path],
-        check=True,
-        timeout=80,
-        cwd=root,
+        cwd=Path(__file__).parent.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )
+    try:
+        assert process.wait(timeout=80) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the ranks that are stopped
     took = {}
     for number, job in enumerate(JOBS):
         for rank in (0, 2):
-            seen, ended = (tmp_path / str(number) / f"seen.{rank}").read_text().split()
-            assert seen == ("PeerLostError" if job[0] else "RuntimeError")
+            ended, _, seen = (tmp_path / str(number) / f"seen.{rank}").read_text().partition(" ")
+            expected = {"gone": "PeerLostError", "stopped": "", "gone, without us": "RuntimeError"}
+            assert seen == expected[job[0]]
             exited = (tmp_path / str(number) / f"exited.{rank}").read_text()
             took[(*job, rank)] = float(exited) - float(ended)
-    for destroys in (True, False):
-        for rank in (0, 2):
-            assert took[True, destroys, rank] < took[False, destroys, rank] + 3, took
+    for fault in ("gone", "stopped"):
+        for destroys in (True, False):
+            for rank in (0, 2):
+                plain = took["gone, without us", destroys, rank]
+                assert took[fault, destroys, rank] < plain + 3, took
 
 
 def be_interrupted(rank: int, world_size: int) -> tuple[str, float, float]:
