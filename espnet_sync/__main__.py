@@ -159,6 +159,8 @@ def run_training(name: str, options: list[tuple[str, str]], words: list[str]) ->
     keep_command_line(module, line)
     sys.argv = [str(module.__file__), *words[2:]]
     module.main()
+    for task in getattr(module, "task_choices", {}).values():
+        task.plot_logged_epochs()
 
 
 def keep_command_line(module: ModuleType, line: list[str]) -> None:

@@ -330,6 +330,9 @@ def main(words: Sequence[str]) -> int:
     if not 0 < arguments.timeout < threading.TIMEOUT_MAX - LAST_SECONDS:
         parser.error(f"--timeout {arguments.timeout}: must be a number of seconds above 0")
     try:
+        if arguments.dist_launcher == "slurm" and not arguments.multiprocessing_distributed:
+            # NOTE: without it ESPnet2 refuses several tasks on a node, which Lightning takes.
+            arguments.dist_rank = distributed.get_rank(arguments.dist_rank, "slurm")
         distributed.resolve_distributed_mode(arguments)
         if not arguments.distributed:
             say("One rank: nothing to check. Start this as you will start training: see --help.")

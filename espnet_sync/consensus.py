@@ -788,20 +788,21 @@ def peer_failed(
     )
 
 
-def log_report(report: SyncReport, hint: str = "") -> None:
+def log_report(report: SyncReport, hint: str = "", logger: logging.Logger | None = None) -> None:
     """Log a pass's one line; called on rank 0 alone.
 
     Args:
         report: The pass's.
         hint: What to add to the line, if anything.
+        logger: None: the root logger, which ESPnet2 uses.
 
-    NOTE: through the root logger, as ESPnet2 does, but not through `logging.info()`, which
-    would configure a root logger that the user has left unconfigured.
+    NOTE: not through `logging.info()`, which would configure a root logger that the user has
+    left unconfigured.
     """
-    root = logging.getLogger()
-    root.info("%s%s", report, f"; {hint}" if hint else "")
+    logger = logger or logging.getLogger()
+    logger.info("%s%s", report, f"; {hint}" if hint else "")
     if report.batches == 0 and report.ended_by:
-        root.warning(
+        logger.warning(
             "%s: no rank yields a batch, since %s %s none. Are the utterances shorter than every "
             "chunk length, or fewer than the ranks or the batch size?",
             place(report.label, report.epoch),

@@ -52,8 +52,9 @@ _COLLECTIVE = re.compile(r"gloo/transport|NCCL")
 _PEER_HAS_GONE = re.compile(r"closed|reset|broken pipe|time[d ]?-?out|remote|abort", re.IGNORECASE)
 #: Characters of the reason that a rank gives for leaving.
 REASON_LENGTH = 1000
-#: How torch's messages tell that a rank only waited: "Wait timeout", "Timed out after ...".
-_TIMED_OUT = re.compile(r"timed?[ -]?out", re.IGNORECASE)
+#: How torch's messages tell that a rank only waited: "Wait timeout", "Timed out after ...". One
+#: with a "SO_ERROR" tells of a connection that was refused.
+_TIMED_OUT = re.compile(r"timed?[ -]?out(?!.*SO_ERROR)", re.IGNORECASE)
 
 
 class Roll:

@@ -118,6 +118,7 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
         self.tell: Callable[[SyncReport], None] = log_report
         #: Logged on rank 0 by the first `build_iter`, with what the ranks agree over.
         self.announcement = ""
+        self.logger = logging.getLogger()
         self._group: ControlGroup | None = None
         self._number = 0
 
@@ -200,5 +201,5 @@ class SyncedIterFactory(AbsIterFactory):  # type: ignore[misc]  # ESPnet2 has no
 
     def _announce(self, rank: int, over: str) -> None:
         if self.announcement and rank == 0:
-            logging.getLogger().info("%s; %s", self.announcement, over)
+            self.logger.info("%s; %s", self.announcement, over)
         self.announcement = ""

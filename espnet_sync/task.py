@@ -131,6 +131,7 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
     stop_request: "_StopSignal | None" = None
     lookout: Lookout | None = None
     logs: "dict[str, _EpochLog]"
+    logger: logging.Logger
 
     @classmethod
     def get_parser(cls) -> argparse.ArgumentParser:
@@ -170,6 +171,9 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
             try:
                 super().main_worker(args)
                 _plot_epochs(args)
+            except SystemExit:  # a stop signal's
+                _plot_epochs(args)
+                raise
             except Exception as error:
                 is_on = any(_read_options(args, mode)[0] != "none" for mode in _PREFIXES)
                 if not is_on or not leave(error, lookout):
@@ -177,6 +181,13 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
                 sys.exit(1)
             finally:
                 lookout.stop()
+
+    @classmethod
+    def plot_logged_epochs(cls) -> None:
+        """Draw the epochs that this process has logged; the runner calls it after Lightning's."""
+        for log in list(cls.logs.values())[:1]:
+            if log.has_told:
+                _plot_epochs(log.args)
 
     @classmethod
     def check_required_command_args(cls, args: argparse.Namespace) -> None:
@@ -320,8 +331,11 @@ class _EpochLog:
         args: argparse.Namespace,
         mode: str,
         list_splits: Callable[[], Sequence[IteratorOptions]],
+        logger: logging.Logger,
     ) -> None:
         self.args = args
+        self.has_told = False
+        self._logger = logger
         self._is_dealt_in_file_order = (
             count_ranks() > 1
             and iterator_type(args, mode) == "chunk"
@@ -333,7 +347,8 @@ class _EpochLog:
 
     def __call__(self, report: SyncReport) -> None:
         """Tell of a pass that has ended."""
-        log_report(report, self._hint(report))
+        self.has_told = True
+        log_report(report, self._hint(report), self._logger)
         folder = getattr(self.args, "output_dir", None)
         if folder is None or not Path(folder).is_dir():
             return
@@ -475,6 +490,8 @@ def _make_class(task: type[AbsTask], defaults: str, epoch_offset: int) -> type[A
             "key_defaults": {**KEYS, **json.loads(defaults)},
             "epoch_offset": epoch_offset,
             "logs": {},
+            # NOTE: Lightning's command sets up no other logger than Lightning's own.
+            "logger": logging.getLogger("lightning.pytorch" if epoch_offset else None),
         },
     )
     return made
@@ -690,7 +707,7 @@ def _wrap(
     factory = SyncedIterFactory(inner, iterator_class=Epoch, **options)
     # NOTE: Lightning has a factory built for each epoch; the log and its writer go on.
     if mode not in cls.logs or cls.logs[mode].args is not args:
-        cls.logs[mode] = _EpochLog(args, mode, list_splits)
+        cls.logs[mode] = _EpochLog(args, mode, list_splits, cls.logger)
     factory.tell = cls.logs[mode]
     factory.context = " ".join(f"deal {dealt.fingerprint:x}" for dealt in deals)
     if mode == "train":
@@ -699,6 +716,7 @@ def _wrap(
         cls.lookout.start()
     if not cls.has_announced:
         cls.has_announced = True
+        factory.logger = cls.logger
         factory.announcement = (
             f"espnet_sync {__version__} ends the ranks' epochs together: "
             + ", ".join(f"{mode} {policy}" for mode, policy in policies.items())

@@ -23,9 +23,6 @@ from tests.speech import (
 
 pytestmark = pytest.mark.training
 
-#: `lightning_train` shows nothing of the root logger unless something sets it up.
-SHOW_THE_LOG = "import logging\nlogging.basicConfig(level=logging.INFO)\n"
-
 LIGHTNING: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 2,
@@ -53,7 +50,6 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, speech: Path, words: list[str], launcher: list[str]) -> Ended:
     """Train two epochs of three steps with `lightning_train`."""
-    (folder / "sitecustomize.py").write_text(SHOW_THE_LOG)
     (folder / "exp").mkdir()
     config = {**ASR, **REQUIRED, "num_iters_per_epoch": 3, "lightning_conf": LIGHTNING}
     # Keys of ESPnet2's own trainer.
@@ -62,7 +58,7 @@ def train(folder: Path, speech: Path, words: list[str], launcher: list[str]) -> 
     command = [*launcher, RUNNER, "-m", "espnet2.bin.lightning_train", "--task", "asr"]
     command += ["--config", "train.yaml", "--output_dir", "exp"]
     command += ["--token_list", str(speech / "tokens"), *words]
-    ended = run(command, folder, PYTHONPATH=str(folder))
+    ended = run(command, folder)
     assert ended.code == 0, f"exit code {ended.code}: {command}\n{ended.output[-8000:]}"
     return ended
 
@@ -75,6 +71,8 @@ def assert_trained(ended: Ended, folder: Path) -> None:
         ("train", "2", "3"),
         ("valid", "2", "2"),
     ], ended.output[-8000:]
+    assert len(ended.lines("ends the ranks' epochs together: train shortest, valid shortest")) == 1
+    assert (folder / "exp" / "images" / "epoch_sync.png").exists()
     assert "`Trainer.fit` stopped: `max_epochs=2` reached." in ended.output
     assert (folder / "exp" / "last.ckpt").exists()
 

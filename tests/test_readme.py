@@ -1,6 +1,7 @@
 """The README's blocks: every Python one is run on two ranks, whose data is real and uneven.
 
-A whole script runs under torchrun, with `my_recipe.py` beside it.
+A whole script runs under torchrun, with `my_recipe.py` beside it; a command in what is a recipe's
+folder to it.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,13 @@ import torch.utils.data
 import yaml
 
 from espnet_sync import SyncedIterFactory
+from espnet_sync.report import FILE_NAME, RankReport, SyncReport, append_report
 from tests import my_recipe
 from tests.factories import NumberFactory
 from tests.ranks import run_ranks
 from tests.speech import (
+    ASR,
+    ASR_SOURCES,
     ENHANCEMENT,
     ENHANCEMENT_SOURCES,
     TORCHRUN,
@@ -183,16 +188,140 @@ def test_accelerate_leaves_a_synced_iterator_alone_and_deals_a_loader_again() ->
     assert run_ranks(2, prepare) == [(2, True, 2)] * 2
 
 
-def test_each_command_names_what_exists() -> None:
-    package = importlib.metadata.metadata("espnet_sync")["Name"]
-    scripts = importlib.metadata.entry_points(group="console_scripts").names
-    commands = [
+# --- The commands -----------------------------------------------------------------------------
+
+#: Starts tasks on this host as Slurm's srun does on several, which the tests do not have.
+SRUN = f"""#!{sys.executable}
+import argparse, os, subprocess, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("-N", type=int, default=1)
+parser.add_argument("--ntasks-per-node", type=int)
+parser.add_argument("--ntasks", type=int)
+parser.add_argument("command", nargs=argparse.REMAINDER)
+args = parser.parse_args()
+tasks = args.ntasks or args.N * args.ntasks_per_node
+started = []
+for rank in range(tasks):
+    node, local = divmod(rank, tasks // args.N)
+    names = dict(PROCID=rank, NTASKS=tasks, NODEID=node, LOCALID=local)
+    names.update(STEP_NUM_NODES=args.N, STEP_NODELIST="localhost")
+    names = {{f"SLURM_{{name}}": str(value) for name, value in names.items()}}
+    started.append(subprocess.Popen(args.command, env={{**os.environ, **names}}))
+sys.exit(max(abs(process.wait()) for process in started))
+"""
+#: Runs a command on this host as ssh does on another, which the tests do not have.
+SSH = '#!/bin/sh\nshift; exec sh -c "$*"\n'
+
+IN_STEP = r"\[train\] epoch 1: \d+ batch(?:es)? on each of 2 ranks"
+REACH = "All {} ranks on 1 host reach one another"
+SMALLER = {"2": "1", "4": "2", "8": "2"}
+#: How each command is run, by its program and the module after `-m`: what stands for some of its
+#: words, and what it must print. None: it is looked at and not run.
+COMMANDS: dict[tuple[str, str], tuple[dict[str, str], str] | None] = {
+    ("pip", ""): None,  # the package comes from here
+    ("espnet_sync", "espnet2.bin.enh_train"): ({}, r"\[train\] epoch 1: \d+ batches$"),
+    ("python", "espnet_sync.plan"): (SMALLER, r"^file order +3 +\d+ \d+ +\d+ \("),
+    ("torchrun", "espnet_sync.check"): (SMALLER, REACH.format(2)),
+    ("srun", "espnet_sync.check"): (SMALLER, REACH.format(2)),
+    ("python", "espnet2.bin.launch"): ({}, REACH.format(4)),
+    ("torchrun", "espnet2.bin.asr_train"): (SMALLER, IN_STEP),
+    ("./run.sh", ""): None,  # a recipe, on a cluster
+    ("srun", "espnet2.bin.asr_train"): ({"4": "0"}, IN_STEP),
+    ("python", "espnet_sync.report"): ({}, r"^train +1 .* 2 +9 +rank 1 +3 "),
+}
+
+
+def read_commands() -> list[list[str]]:
+    """Return the words of each command in the README's `sh` blocks."""
+    return [
         shlex.split(line, comments=True)
         for _, language, text in read_blocks()
         if language == "sh"
         for line in text.replace("\\\n", " ").splitlines()
         if not line.startswith("#")
     ]
+
+
+def name_command(words: list[str]) -> tuple[str, str]:
+    """Return a command's program, and the module after `-m`."""
+    return words[0], words[words.index("-m") + 1] if "-m" in words else ""
+
+
+def training_words(module: str, folder: Path) -> list[str]:
+    """Return what stands for ARGS, with the training's YAML written: one epoch on CPUs."""
+    config, sources, shapes = ENHANCEMENT, ENHANCEMENT_SOURCES, ["speech_shape"]
+    if module == "espnet2.bin.asr_train":
+        config = {**ASR, "token_list": str(folder / "speech" / "tokens")}
+        sources, shapes = ASR_SOURCES, ["speech_shape", "text_shape"]
+    write_config(folder / "args.yaml", {**config, "max_epoch": 1})
+    words = ["--config", "args.yaml", "--output_dir", f"exp/{module}", "--dist_backend", "gloo"]
+    return [*words, "--ngpu", "0", *data_words(folder / "speech", sources, shapes)]
+
+
+@pytest.fixture(scope="module")
+def recipe(folder: Path) -> Path:
+    """Write what the commands find in a recipe, and stand-ins for what is not here."""
+    (folder / "conf").mkdir()
+    write_config(folder / "conf" / "train.yaml", ENHANCEMENT)
+    for mode in ("train", "valid"):
+        stats = folder / "exp" / "stats" / mode
+        stats.mkdir(parents=True)
+        shutil.copy(folder / "speech" / mode / "speech_shape", stats / "speech_mix_shape")
+    report = SyncReport(
+        label="train",
+        epoch=1,
+        batches=9,
+        ended_by=(1,),
+        ranks=(RankReport(rank=0, pulled=12, discarded=3), RankReport(rank=1, pulled=9)),
+    )
+    for run_name in ("enh_train_raw", "a", "b"):
+        (folder / "exp" / run_name).mkdir()
+        append_report(folder / "exp" / run_name / FILE_NAME, report)
+    (folder / "path.sh").touch()
+    (folder / "bin").mkdir()
+    for name, text in (("srun", SRUN), ("ssh", SSH)):
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
+def free_port() -> str:
+    with socket.socket() as asked:
+        asked.bind(("", 0))
+        return str(asked.getsockname()[1])
+
+
+@pytest.mark.training
+@pytest.mark.parametrize(
+    "words", [one for one in read_commands() if COMMANDS.get(name_command(one))], ids=" ".join
+)
+def test_each_command_does_what_the_readme_says(words: list[str], recipe: Path) -> None:
+    known = COMMANDS[name_command(words)]
+    assert known is not None
+    stand_in = {
+        "HOST:29500": "localhost:0",
+        "29500": free_port(),
+        "file:///SHARED/NEW": f"file://{recipe}/NEW",
+        **known[0],
+    }
+    command = [stand_in.get(word, word) for word in words if word != "ARGS"]
+    if words[-1] == "ARGS":
+        command += training_words(name_command(words)[1], recipe)
+    path = f"{recipe / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ended = run(command, recipe, deadline=240, PATH=path)
+    assert ended.code == 0, ended.output[-8000:]
+    written = recipe / words[words.index("--log") + 1] if "--log" in words else None
+    output = written.read_text() if written else ended.output
+    assert re.search(known[1], output, re.MULTILINE), output[-8000:]
+    if "--plot" in words:
+        assert (recipe / words[-1]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_command_is_known_and_names_what_exists() -> None:
+    package = importlib.metadata.metadata("espnet_sync")["Name"]
+    scripts = importlib.metadata.entry_points(group="console_scripts").names
+    commands = read_commands()
+    assert {name_command(words) for words in commands} == COMMANDS.keys()
     assert ["pip", "install", package] in commands
     for program, *words in commands:
         assert program in {"pip", "python", "torchrun", "srun", "./run.sh", *scripts}

@@ -87,6 +87,7 @@ def test_a_run_ends_after_its_epoch_and_a_rerun_resumes(
     assert (tmp_path / "exp" / "checkpoint.pth").exists()
     assert (tmp_path / "exp" / "1epoch.pth").exists()
     assert not (tmp_path / "exp" / "2epoch.pth").exists()
+    assert (tmp_path / "exp" / "images" / "epoch_sync.png").exists()
 
     monkeypatch.setenv("SIGNALLED", "-1 none 0")
     rerun = train("signalled_train", tmp_path, ENHANCEMENT, *words, ranks=ranks)
