@@ -72,22 +72,72 @@ class Offer:
     failure: str = ""
     is_empty: bool = False
 
-    def numbers(self, fingerprint: int) -> list[int]:
-        """Return what travels; MIN puts failures and ends in the order without a window.
+    def pack(self, fingerprint: int) -> list[int]:
+        """Return the two words that travel, for a MIN reduction.
+
+        NOTE: Gloo reduces in a ring that every element goes round by itself, so that five numbers
+        cost up to four times what two do. MIN compares the upper half first: where all ranks have
+        the same fingerprint there, the lower half is that of the smallest; where they have not,
+        the smallest fingerprint comes back in one word, and the largest in the other.
+
+        Args:
+            fingerprint: Of the place where this rank is, below `FINGERPRINTS`.
 
         Examples:
-            >>> Offer(batches=2, failed=False, first_pass=2, stop=False).numbers(7)
-            [5, -2, 1, 7, -7]
+            >>> unpack(Offer(batches=2, failed=True, first_pass=4, stop=False).pack(7))
+            Reduced(batches=2, failed=True, first_pass=4, stop=False, in_step=True)
         """
-        batches = 0 if self.stop else self.batches
-        failed = self.failed and not self.stop
+        # What counts first: a failure at once, a stop, all else; a failure before an end.
+        if self.stop:
+            order = 1
+        elif self.failed and not self.batches:
+            order = 0
+        else:
+            order = 2 * self.batches + (1 if self.failed else 2)
         return [
-            2 * batches + (0 if failed else 1),
-            -self.first_pass,
-            0 if self.stop else 1,
-            fingerprint,
-            -fingerprint,
+            fingerprint << _HALF | order,
+            (FINGERPRINTS - 1 - fingerprint) << _HALF | _MOST - self.first_pass,
         ]
+
+
+class Reduced(NamedTuple):
+    """What the offers of all ranks come to, the same on each.
+
+    Attributes:
+        batches: The fewest that a rank holds; 0 where one asks to stop.
+        failed: Whether a source raised after as many.
+        first_pass: The most that a rank has from its first pass.
+        stop: Whether a rank asks to stop; a failure at once hides it, and it makes no difference.
+        in_step: Whether all ranks are at the same place; nothing else counts where they are not.
+    """
+
+    batches: int
+    failed: bool
+    first_pass: int
+    stop: bool
+    in_step: bool
+
+
+#: Bits of each half of a word that travels, and the largest number in a half.
+_HALF = 32
+_MOST = (1 << _HALF) - 1
+#: The longest length that travels: as a window of one more, which is doubled.
+_MOST_LENGTH = _MOST // 2 - 3
+#: Fingerprints are smaller than this: with a half beside it, one still fits an int64.
+FINGERPRINTS = 1 << (63 - _HALF)
+
+
+def unpack(words: Sequence[int]) -> Reduced:
+    """Return what the smallest of all ranks' words mean; see `Offer.pack`."""
+    first, second = words
+    order = first & _MOST
+    return Reduced(
+        batches=max(0, order - 1) // 2,
+        failed=order == 0 or (order > 1 and order % 2 == 1),
+        first_pass=_MOST - (second & _MOST),
+        stop=order == 1,
+        in_step=first >> _HALF == FINGERPRINTS - 1 - (second >> _HALF),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,85 +155,32 @@ class Decision:
     error: EpochSyncError | None = None
 
 
-def same_place(numbers: Sequence[int]) -> bool:
-    """Return whether all ranks' fingerprints are equal, from the reduced numbers."""
-    return numbers[3] == -numbers[4]
-
-
-#: Bits of each half of a word that travels, and the largest number in a half.
-_HALF = 32
-_MOST = (1 << _HALF) - 1
-#: The longest length that travels: as a window of one more, which is doubled.
-_MOST_LENGTH = _MOST // 2 - 3
-#: Fingerprints are smaller than this: with a half beside it, one still fits an int64.
-FINGERPRINTS = 1 << (63 - _HALF)
-
-
-def pack(numbers: Sequence[int]) -> list[int]:
-    """Return an offer's numbers as the two that travel.
-
-    NOTE: Gloo reduces in a ring that every element goes round by itself, so that five numbers
-    cost up to four times what two do. MIN compares the upper half first: where all ranks have
-    the same fingerprint there, the lower half is that of the smallest; where they have not, the
-    smallest fingerprint comes back in one word, and the largest in the other.
-
-    Examples:
-        >>> unpack(pack([7, -4, 1, 9, -9]))
-        [7, -4, 1, 9, -9]
-    """
-    offer, minus_first_pass, go_on, fingerprint, _ = numbers
-    # In the order in which they count: a failure at once, a stop, all else.
-    first = offer + (offer > 0) if go_on else 1
-    return [
-        fingerprint << _HALF | first,
-        (FINGERPRINTS - 1 - fingerprint) << _HALF | _MOST + minus_first_pass,
-    ]
-
-
-def unpack(words: Sequence[int]) -> list[int]:
-    """Return the smallest of all ranks' numbers from the smallest of their words.
-
-    A failure at once hides a stop, which then makes no difference.
-    """
-    first, second = words
-    offer = first & _MOST
-    return [
-        offer - (offer > 1),
-        (second & _MOST) - _MOST,
-        int(offer != 1),
-        first >> _HALF,
-        (second >> _HALF) - FINGERPRINTS + 1,
-    ]
-
-
-def decide(numbers: Sequence[int], window: int, stop_at: str) -> Decision:
-    """Return what the smallest numbers of all ranks mean, the same on each.
+def decide(reduced: Reduced, window: int, stop_at: str) -> Decision:
+    """Return what the offers of all ranks mean, the same on each.
 
     Args:
-        numbers: The reduced numbers of the ranks' offers.
+        reduced: What they come to.
         window: The size of the window, in batches.
         stop_at: `shortest` or `longest`.
 
     Examples:
         Two ranks hold four batches each, and one knows that it has run out after three:
 
-        >>> decide([7, -4, 1, 9, -9], window=4, stop_at="shortest")
+        >>> decide(Reduced(3, False, 4, False, True), window=4, stop_at="shortest")
         Decision(batches=3, then=<Then.END: 'end'>, error=None)
 
         With `longest`, both hold four, and no first pass has more than two of them left:
 
-        >>> decide([9, -2, 1, 9, -9], window=4, stop_at="longest")
+        >>> decide(Reduced(4, False, 2, False, True), window=4, stop_at="longest")
         Decision(batches=2, then=<Then.END: 'end'>, error=None)
     """
-    offer, minus_first_pass, go_on = numbers[:3]
-    batches, is_whole = divmod(offer, 2)
     # With `longest`, a fresh pass that fails where the last first pass ends is one too many.
-    is_due = stop_at == "shortest" or batches < -minus_first_pass
-    if not is_whole and is_due:
-        return Decision(batches=batches, then=Then.FAIL)
-    end = batches
+    is_due = stop_at == "shortest" or reduced.batches < reduced.first_pass
+    if reduced.failed and is_due:
+        return Decision(batches=reduced.batches, then=Then.FAIL)
+    end = reduced.batches
     if stop_at == "longest":
-        end = min(-minus_first_pass, window) if go_on else 0
+        end = 0 if reduced.stop else min(reduced.first_pass, window)
     if end < window:
         return Decision(batches=end, then=Then.END)
     return Decision(batches=window, then=Then.GO_ON)
@@ -484,8 +481,8 @@ class ControlPass:
         index = self._index
         self._index += self.window
 
-        def settle(numbers: list[int], waiting: Waiting) -> Decision:
-            decision = decide(numbers, self.window, self.stop_at)
+        def settle(reduced: Reduced, waiting: Waiting) -> Decision:
+            decision = decide(reduced, self.window, self.stop_at)
             if decision.then is Then.END:
                 self._report = self._tell_end(index + decision.batches, tally, waiting)
             elif decision.then is Then.FAIL:
@@ -494,7 +491,7 @@ class ControlPass:
             return decision
 
         self._exchange = self._consensus.launch(
-            offer.numbers, f"pass {self._number}, batch {index}", settle, index == 0
+            offer, f"pass {self._number}, batch {index}", settle, index == 0
         )
 
     def decide(self, tally: Tally) -> Decision:
@@ -627,9 +624,8 @@ class ControlConsensus:
             stop=stop and not failed,
         )
 
-        def settle(numbers: list[int], waiting: Waiting) -> int:
-            batches, is_whole = divmod(numbers[0], 2)
-            if not is_whole:
+        def settle(reduced: Reduced, waiting: Waiting) -> int:
+            if reduced.failed:
                 texts = self.group.gather_texts(f"failed {failure}" if failed else "", waiting)
                 reasons = {rank: text.partition(" ")[2] for rank, text in enumerate(texts) if text}
                 if not failed:
@@ -637,29 +633,30 @@ class ControlConsensus:
                         self.options.label, self.epoch, None, tuple(reasons), reasons
                     )
                 return UNSIZED
-            if not numbers[2]:
+            if reduced.stop:
                 return STOPPED
-            if batches == 0:
+            if reduced.batches == 0:
                 return UNSIZED
-            return (-numbers[1] if self.options.stop_at == "longest" else batches) - 1
+            is_longest = self.options.stop_at == "longest"
+            return (reduced.first_pass if is_longest else reduced.batches) - 1
 
-        exchange = self.launch(offer.numbers, "build_iter", settle, between_epochs=True)
+        exchange = self.launch(offer, "build_iter", settle, between_epochs=True)
         agreed: int = self.group.read(exchange)
         return agreed
 
     def launch(
         self,
-        numbers: Callable[[int], list[int]],
+        offer: Offer,
         where: str,
-        settle: Callable[[list[int], Waiting], object],
+        settle: Callable[[Reduced, Waiting], object],
         between_epochs: bool,
     ) -> Exchange:
         """Collective: every rank calls this for each agreement.
 
         Args:
-            numbers: Makes the numbers that travel from a fingerprint of the place.
+            offer: This rank's.
             where: What the place is within the epoch.
-            settle: Makes what follows from the reduced numbers, where all are at one place.
+            settle: Makes what follows from all offers, where all ranks are at one place.
             between_epochs: Whether rank 0 alone may be late by design.
 
         Raises:
@@ -688,12 +685,12 @@ class ControlConsensus:
         def settle_in_step(words: list[int]) -> object:
             self._roll_call.note_meeting()
             reduced = unpack(words)
-            if not same_place(reduced):
+            if not reduced.in_step:
                 raise self._out_of_step(whole, waiting)
             return settle(reduced, waiting)
 
         fingerprint = int.from_bytes(digest, "big") % FINGERPRINTS
-        return self.group.launch(pack(numbers(fingerprint)), settle_in_step, waiting)
+        return self.group.launch(offer.pack(fingerprint), settle_in_step, waiting)
 
     def _out_of_step(self, whole: str, waiting: Waiting) -> OutOfStepError:
         """Collective: every rank calls this where the reduced fingerprints differ."""

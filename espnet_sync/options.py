@@ -15,6 +15,8 @@ BACKENDS = ("auto", "gloo", "default")
 #: that adds less than half of what a flag at each batch does also where a step takes no time
 #: (`make bench`: 0.3 of it with 2 ranks; 4 lies near the bound, and beyond 6 little is gained).
 DEFAULT_LOOKAHEAD = 6
+#: More than memory holds; agreements count to some thousand times as many.
+MAX_LOOKAHEAD = 1_000_000
 #: What a config may set in `epoch_sync_conf`; the task sets the other options itself.
 CONF_KEYS = ("lookahead", "timeout", "warn_after", "backend", "stop_signal")
 
@@ -65,8 +67,10 @@ class SyncOptions:
             raise TypeError(f"label={self.label!r}: must be a str")
         if self.lookahead is not None:
             _check_integer("lookahead", self.lookahead)
-            if self.lookahead < 0:
-                raise ValueError(f"lookahead={self.lookahead!r}: must be 0 or more batches")
+            if not 0 <= self.lookahead <= MAX_LOOKAHEAD:
+                raise ValueError(
+                    f"lookahead={self.lookahead!r}: must be 0 to {MAX_LOOKAHEAD:,} batches"
+                )
         if self.backend == "default":
             self._check_default_backend()
         lookahead = self.lookahead

@@ -18,11 +18,10 @@ from espnet_sync.consensus import (
     ControlConsensus,
     Decision,
     Offer,
+    Reduced,
     Then,
     decide,
     log_report,
-    pack,
-    same_place,
     unpack,
 )
 from espnet_sync.epoch_sync_iterator import EpochSyncIterator
@@ -46,37 +45,38 @@ def offer(batches: int, **facts: Any) -> Offer:
     return Offer(**{"batches": batches, "failed": False, "first_pass": 0, "stop": False, **facts})
 
 
-def reduced(offers: Sequence[Offer], fingerprints: Sequence[int] = ()) -> list[int]:
-    """Return what a MIN reduction of the words that carry the ranks' numbers gives."""
+def reduced(offers: Sequence[Offer], fingerprints: Sequence[int] = ()) -> Reduced:
+    """Return what a MIN reduction of the words that carry the ranks' offers gives."""
     places = fingerprints or [7] * len(offers)
-    rows = [pack(one.numbers(place)) for one, place in zip(offers, places, strict=True)]
+    rows = [one.pack(place) for one, place in zip(offers, places, strict=True)]
     assert all(-(2**63) <= word < 2**63 for row in rows for word in row)
     return unpack([min(column) for column in zip(*rows, strict=True)])
 
 
-def test_numbers_put_a_failure_after_as_many_batches_before_the_end() -> None:
-    ends = [offer(batches).numbers(5)[0] for batches in range(4)]
-    fails = [offer(batches, failed=True).numbers(5)[0] for batches in range(4)]
-    in_order = [number for pair in zip(fails, ends, strict=True) for number in pair]
-    assert in_order == [*range(8)]
-
-
-def test_numbers_carry_the_first_pass_the_stop_and_the_place() -> None:
-    assert offer(3, first_pass=2).numbers(9) == [7, -2, 1, 9, -9]
-    assert offer(3, failed=True, first_pass=4).numbers(9) == [6, -4, 1, 9, -9]
+def test_a_failure_comes_after_as_many_batches_and_before_an_end() -> None:
+    ends = [offer(batches) for batches in range(4)]
+    fails = [offer(batches, failed=True) for batches in range(4)]
+    stops = [offer(3, stop=True), offer(3, stop=True, failed=True)]
+    in_order = [fails[0], stops[0], *itertools.chain(*zip(ends, fails[1:], strict=False)), ends[3]]
+    for earlier, later in itertools.pairwise(in_order):
+        both = reduced([later, earlier])
+        assert (both.batches, both.failed, both.stop) == (
+            0 if earlier.stop else earlier.batches,
+            earlier.failed,
+            earlier.stop,
+        )
     # A rank that asks to stop offers nothing, and its own failure after that never happened.
-    assert offer(3, stop=True, first_pass=2).numbers(9) == [1, -2, 0, 9, -9]
-    assert offer(3, stop=True, failed=True, first_pass=2).numbers(9) == [1, -2, 0, 9, -9]
+    assert stops[0].pack(9) == stops[1].pack(9)
 
 
 @pytest.mark.parametrize("places", [(5, 5, 5), (0, 0, 0), (2**31 - 1,) * 3])
-def test_ranks_with_equal_fingerprints_are_at_the_same_place(places: tuple[int, ...]) -> None:
-    assert same_place(reduced([offer(1)] * 3, places))
+def test_ranks_with_equal_fingerprints_are_in_step(places: tuple[int, ...]) -> None:
+    assert reduced([offer(1)] * 3, places).in_step
 
 
 @pytest.mark.parametrize("places", [(5, 6, 6), (6, 5, 6), (6, 6, 5), (0, 2**31 - 1, 1)])
 def test_ranks_with_unequal_fingerprints_are_not(places: tuple[int, ...]) -> None:
-    assert not same_place(reduced([offer(1)] * 3, places))
+    assert not reduced([offer(1)] * 3, places).in_step
 
 
 def every_offer(window: int, stop_at: str) -> list[Offer]:
@@ -963,12 +963,13 @@ OFFER = st.builds(
 
 
 @given(st.lists(OFFER, min_size=1, max_size=5), FINGERPRINT)
-def test_ranks_at_one_place_get_the_smallest_of_each_number(
+def test_ranks_at_one_place_get_what_their_offers_come_to(
     offers: list[Offer], fingerprint: int
 ) -> None:
-    numbers = [one.numbers(fingerprint) for one in offers]
-    least = [min(column) for column in zip(*numbers, strict=True)]
-    assert reduced(offers, [fingerprint] * len(offers)) == least
+    fewest, is_whole = min((one.batches, not one.failed) for one in offers)
+    first_pass = max(one.first_pass for one in offers)
+    expected = Reduced(fewest, not is_whole, first_pass, stop=False, in_step=True)
+    assert reduced(offers, [fingerprint] * len(offers)) == expected
 
 
 @given(st.lists(OFFER, min_size=2, max_size=5), FINGERPRINT, st.data())
@@ -977,17 +978,17 @@ def test_a_stop_of_any_rank_reaches_all_unless_one_fails_at_once(
 ) -> None:
     stopping = data.draw(st.integers(0, len(offers) - 1))
     offers[stopping] = replace(offers[stopping], stop=True)
-    numbers = reduced(offers, [fingerprint] * len(offers))
+    all_offers = reduced(offers, [fingerprint] * len(offers))
     fails_at_once = any(one.failed and not one.batches and not one.stop for one in offers)
-    assert numbers[0] == (0 if fails_at_once else 1)
-    assert (numbers[2] == 0) == (not fails_at_once)
-    assert same_place(numbers)
+    assert all_offers.batches == 0
+    assert (all_offers.stop, all_offers.failed) == (not fails_at_once, fails_at_once)
+    assert all_offers.in_step
 
 
 @given(st.lists(st.tuples(OFFER, FINGERPRINT), min_size=2, max_size=5))
 def test_other_fingerprints_are_seen_by_all(offers: list[tuple[Offer, int]]) -> None:
     ranks, places = zip(*offers, strict=True)
-    assert same_place(reduced(ranks, places)) == (len(set(places)) == 1)
+    assert reduced(ranks, places).in_step == (len(set(places)) == 1)
 
 
 def test_a_length_that_does_not_fit_is_none() -> None:
