@@ -309,7 +309,6 @@ class ControlGroup:
         self._process = os.getpid()
         self._serial = 0
         self._unread: Exchange | None = None
-        self._has_lost = False
 
     @property
     def serial(self) -> int:
@@ -326,10 +325,10 @@ class ControlGroup:
         return self._group() is not None
 
     @property
-    def holds_lost(self) -> bool:
-        """Whether an operation is not done: it must be kept, also when the group is replaced."""
-        unread = self._unread
-        return self._has_lost or (unread is not None and not unread.work.is_completed())
+    def is_under_way(self) -> bool:
+        """Whether an exchange is not done, e.g. that of a rank which broke out of its loop."""
+        work = None if self._unread is None else self._unread.work
+        return work is not None and not work.is_completed()
 
     @property
     def is_here(self) -> bool:
@@ -454,25 +453,20 @@ class ControlGroup:
                     watch.tick()
                 except Exception as error:
                     self.broken = error
-                    self._keep((work, kept))
+                    _keep_for_ever((work, kept, self._group()))
                     raise
 
     def _lose(self, kept: Any, watch: Watch, error: RuntimeError) -> Exception:
         """Return what to raise after a closed connection, and keep what was lost."""
-        self._keep(kept)
+        _keep_for_ever((kept, self._group()))
         self.broken = watch.lost(_brief(error))
         return self.broken
-
-    def _keep(self, lost: Any) -> None:
-        """Keep an operation that was lost, and its group."""
-        self._has_lost = True
-        _keep_for_ever((lost, self._group()))
 
 
 def _keep_for_ever(lost: object) -> None:
     """Keep an object to the very end of the process.
 
-    NOTE: An operation that was lost must stay alive, and its group with it: dropping the last
+    NOTE: An operation that is not done must stay alive, and its group with it: dropping the last
     reference makes destroy_process_group() wait for the group's timeout, and the interpreter's
     exit too, which drops what any module holds. So this is a reference that nothing holds.
     """
@@ -557,8 +551,8 @@ def control_state() -> ControlState:
 
 @atexit.register
 def _keep_what_is_under_way() -> None:
-    """Keep an exchange that is not done, e.g. of a rank that broke out of its loop."""
-    if _state is not None and _state.group is not None and _state.group.holds_lost:
+    """Keep an exchange that is not done when its group is replaced, or the process ends."""
+    if _state is not None and _state.group is not None and _state.group.is_under_way:
         _keep_for_ever(_state)
 
 

@@ -693,7 +693,7 @@ def go_on(rank: int, folder: Path, fault: str) -> None:
         elif fault == "stopped" and batch >= AT:
             while not (folder / "stops").exists():
                 time.sleep(0.01)
-            if control_state().group.holds_lost:  # type: ignore[union-attr]
+            if control_state().group.is_under_way:  # type: ignore[union-attr]
                 return
 
 
