@@ -216,7 +216,7 @@ def test_an_inner_that_is_no_factory_is_refused(inner: Any) -> None:
     ("options", "error", "message"),
     [
         ({"stop_at": "middle"}, ValueError, r"stop_at='middle'.*'shortest', 'longest'"),
-        ({"lookahead": -1}, ValueError, r"lookahead=-1.*0 or more"),
+        ({"lookahead": -1}, ValueError, r"lookahead=-1.*must be 0 to 1,000,000"),
         ({"lookahead": True}, TypeError, r"lookahead=True.*int"),
         ({"timeout": 0}, ValueError, r"timeout=0.*above 0"),
         ({"warn_after": "x"}, TypeError, r"warn_after='x'.*seconds"),

@@ -1,6 +1,7 @@
 """`synced(TaskClass)`: the class, its keys, what it refuses at start, and which modes it wraps."""
 
 import argparse
+import logging
 import io
 import pickle
 import re
@@ -481,7 +482,8 @@ def test_the_line_names_the_key_where_the_deal_loses_data(
     caplog.set_level("INFO")
     args = read_args(data, *words, "--chunk_length", "1", "--chunk_shift_ratio", "1")
     options = synced(LMTask).build_iter_options(args, DistributedOption(), "train")
-    _EpochLog(args, "train", lambda: [options])(make_report(batches, discarded))
+    log = _EpochLog(args, "train", lambda: [options], logging.getLogger())
+    log(make_report(batches, discarded))
     (line,) = [message for message in caplog.messages if message.startswith("[train] epoch 1: ")]
     hint = re.search(r"an uneven deal loses (\d+) % of the data, set chunk_balance: true$", line)
     assert (hint and hint[1]) == percent
