@@ -1,8 +1,8 @@
 """`synced(TaskClass)`: the class, its keys, what it refuses at start, and which modes it wraps."""
 
 import argparse
-import logging
 import io
+import logging
 import pickle
 import re
 import sys
