@@ -60,12 +60,10 @@ def flag_device(backend: str) -> torch.device:
         return torch.device("cpu")
     if "cuda" in by_device or backend.lower() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
-    # NOTE: torch.accelerator came with torch 2.6.
-    accelerator = getattr(torch, "accelerator", None)
-    if accelerator is None or not accelerator.is_available():
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
         return torch.device("cpu")
-    kind = accelerator.current_accelerator().type
-    return torch.device(kind, accelerator.current_device_index())
+    return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 class DefaultGroup:

@@ -185,9 +185,9 @@ class _SyncedTask(AbsTask):  # type: ignore[misc]  # ESPnet2 has no types
     @classmethod
     def plot_logged_epochs(cls) -> None:
         """Draw the epochs that this process has logged; the runner calls it after Lightning's."""
-        for log in list(cls.logs.values())[:1]:
-            if log.has_told:
-                _plot_epochs(log.args)
+        told = [log.args for log in cls.logs.values() if log.has_told]
+        if told:
+            _plot_epochs(told[0])
 
     @classmethod
     def check_required_command_args(cls, args: argparse.Namespace) -> None:
